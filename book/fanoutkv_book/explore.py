@@ -1,0 +1,200 @@
+"""Visit every state that a small world can reach, and stop at the first broken law.
+
+`explore` is a breadth-first search over the production class itself, so what it returns is a proof
+for worlds of that size, and what it finds is the shortest story that leads to the fault.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any, Protocol
+
+import numpy as np
+
+from fanoutkv import BlockPool, InvariantError
+
+Move = tuple[str, Callable[[Any], None]]
+
+
+class World(Protocol):
+    """What `explore` needs of a small world."""
+
+    def moves(self) -> Iterator[Move]:
+        """Yield every step that is possible now: its name, and a function that makes it."""
+
+    def check(self) -> None:
+        """Raise if a law does not hold."""
+
+    def canonical(self) -> Hashable:
+        """Return the same value for two states that differ only in the names of things."""
+
+
+@dataclass
+class Report:
+    """What a search has seen; `fault` is empty if every law held everywhere."""
+
+    states: int = 0
+    transitions: int = 0
+    story: list[str] = field(default_factory=list)
+    fault: str = ""
+
+    def __str__(self) -> str:
+        """Say in one line that all laws held, or tell the shortest story that breaks one."""
+        if not self.fault:
+            return f"{self.states:,} states, {self.transitions:,} transitions: all laws hold"
+        steps = [f"  {number}. {step}" for number, step in enumerate(self.story, 1)]
+        return "\n".join(["found after", *steps, f"  -> {self.fault}"])
+
+
+def explore(world: World) -> Report:
+    """Search from `world` through all moves; each distinct state is checked once.
+
+    Args:
+        world: the first state; it and all that follow are copied by pickle, never changed.
+
+    Returns:
+        the counts and, if a law was broken, the shortest way to break it. A move that raises is a
+        fault too: a world offers only moves that must succeed.
+    """
+    report = Report()
+    frontier: list[tuple[bytes, list[str]]] = [(pickle.dumps(world), [])]
+    seen = {world.canonical()}
+    report.fault = _fault_of(world.check)
+    while frontier and not report.fault:
+        reached = []
+        for state, story in frontier:
+            for name, move in pickle.loads(state).moves():
+                after = pickle.loads(state)
+                report.transitions += 1
+                report.fault = _fault_of(lambda m=move, a=after: m(a))
+                if not report.fault and (key := after.canonical()) not in seen:
+                    seen.add(key)
+                    reached.append((pickle.dumps(after), [*story, name]))
+                    report.fault = _fault_of(after.check)
+                if report.fault:
+                    report.story = [*story, name]
+                    report.states = len(seen)
+                    return report
+        frontier = reached
+    report.states = len(seen)
+    return report
+
+
+def _fault_of(action: Callable[[], None]) -> str:
+    try:
+        action()
+    except Exception as fault:  # any error at all is what the search looks for
+        return f"{type(fault).__name__}: {fault}"
+    return ""
+
+
+class LedgerWorld:
+    """A pool and a few requests, each with a block table; the hash of a block is one letter.
+
+    A request holds at most `longest` blocks. It may take one, find one by its letter, publish its
+    last one, make the letter's lower case lead to it too (a partial key), and leave. Somebody may
+    evict a name from outside, or reset the cache. Two blocks may carry one letter, as when two
+    requests have computed the same prefix at once.
+    """
+
+    def __init__(
+        self,
+        pool_class: type[BlockPool] = BlockPool,
+        *,
+        requests: int = 3,
+        blocks: int = 4,
+        longest: int = 2,
+        letter: str = "A",
+    ) -> None:
+        """Build a pool of `blocks` usable blocks (and the null block) and idle requests."""
+        self.pool = pool_class(blocks + 1)
+        self.tables: list[list[int]] = [[] for _ in range(requests)]
+        self.longest, self.letter = longest, letter
+
+    def moves(self) -> Iterator[Move]:
+        """Yield every operation that the ledger must allow in this state."""
+        for r, table in enumerate(self.tables):
+            who = f"request {r + 1}"
+            if table:
+                yield f"{who} leaves", lambda w, r=r: w.leave(r)
+                yield from self._publications(r, who)
+            if len(table) < self.longest:
+                if self.pool.num_free_blocks:
+                    yield f"{who} takes a new block", lambda w, r=r: w.take(r)
+                for key in self._keys():
+                    block = self.pool.get_cached_block(key)
+                    if block is not None and block not in table:
+                        yield f"{who} hits {key.decode()!r}", lambda w, r=r, k=key: w.hit(r, k)
+        for block in np.flatnonzero(self.pool._is_cached).tolist():
+            yield f"block {block} is evicted by name", lambda w, b=block: w.pool.evict_blocks([b])
+        if self.pool.num_free_blocks == self.pool.num_blocks - 1:
+            yield "the cache is reset", lambda w: w.reset()
+
+    def _keys(self) -> tuple[bytes, bytes]:
+        return self.letter.encode(), self.letter.lower().encode()
+
+    def _publications(self, r: int, who: str) -> Iterator[Move]:
+        full, partial = self._keys()
+        last = self.tables[r][-1]
+        if self.pool.block_hash[last] is None:
+            yield f"{who} publishes its last block as {full.decode()!r}", lambda w: w.publish(r)
+        elif last not in self.pool._partial_keys:
+            yield f"{who} adds the partial key {partial.decode()!r}", lambda w: w.publish_part(r)
+
+    def take(self, r: int) -> None:
+        """Request r takes a block that must have belonged to nobody."""
+        self.tables[r] += self.pool.get_new_blocks(1).tolist()
+
+    def hit(self, r: int, key: bytes) -> None:
+        """Request r finds a block by its key and reads it from now on."""
+        block = self.pool.get_cached_block(key)
+        assert block is not None
+        self.pool.touch([block])
+        self.tables[r].append(block)
+
+    def publish(self, r: int) -> None:
+        """Request r publishes its last block."""
+        self.pool.cache_full_blocks(self.tables[r][-1:], [self._keys()[0]])
+
+    def publish_part(self, r: int) -> None:
+        """Request r makes a part of its last block findable too."""
+        self.pool.cache_partial_block(self.tables[r][-1], self._keys()[1], 1)
+
+    def leave(self, r: int) -> None:
+        """Request r gives all its blocks back, the last one first."""
+        self.pool.free_blocks(self.tables[r][::-1])
+        self.tables[r] = []
+
+    def reset(self) -> None:
+        """Forget all names; nobody is there, so it must succeed."""
+        if not self.pool.reset_prefix_cache():
+            raise InvariantError("nobody reads a block, and yet the reset was refused")
+
+    def check(self) -> None:
+        """Prove the pool's laws, and that its counts agree with the tables."""
+        self.pool.check_invariants(self.tables)
+
+    def canonical(self) -> Hashable:
+        """Describe the state with blocks renamed in order of appearance and requests unordered."""
+        pool = self.pool
+        stack, line = pool.free_queue.uncached_blocks(), pool.free_queue.cached_blocks().tolist()
+        # All that the ledger says of a block goes in, so that no false state passes for a true one.
+        columns = [pool.ref_cnt, pool._is_cached, np.bincount(stack, minlength=pool.num_blocks)]
+        facts = [*zip(*(column.tolist() for column in columns), strict=True)]
+        keys = [(pool.block_hash[b], *pool._partial_keys.get(b, ())) for b in range(len(facts))]
+        found = [(k, [b, *pool._duplicates.get(k, ())]) for k, b in sorted(pool._block_of.items())]
+        described = []
+        for tables in set(permutations(map(tuple, self.tables))):
+            seen = [pool.null_block, *line, *(block for table in tables for block in table)]
+            order = list(dict.fromkeys(seen))
+            name = {block: i for i, block in enumerate(order)}.get
+            rest = sorted(
+                map(repr, (facts[b] + keys[b] for b in range(len(facts)) if name(b) is None))
+            )
+            named = [facts[b] + keys[b] for b in order]
+            parts = [[[*map(name, t)] for t in tables], [(k, [*map(name, bs)]) for k, bs in found]]
+            described.append(repr((len(line), named, parts, rest)))
+        return min(described)

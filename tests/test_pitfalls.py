@@ -1,0 +1,91 @@
+"""Each pitfall's bug stands once, in its chapter. Here it is run, and something must catch it.
+
+A chapter tags the cell that defines a broken variant with `pitfall-NN`; the cell is executed on
+top of the package, and the search of `fanoutkv_book.explore` must tell a story that ends in a
+broken law.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fanoutkv
+from fanoutkv_book.explore import LedgerWorld, Report, explore
+
+BOOK = Path(__file__).parent.parent / "book"
+
+
+def variant(pitfall: int) -> dict[str, Any]:
+    """Execute the cell that is tagged for a pitfall; return what it defines."""
+    found = []
+    for notebook in sorted(BOOK.glob("*.ipynb")):
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        tag = f"pitfall-{pitfall:02}"
+        found += [c for c in cells if tag in c.get("metadata", {}).get("tags", [])]
+    assert found, f"no cell of the book is tagged for pitfall {pitfall}"
+    namespace = {name: getattr(fanoutkv, name) for name in fanoutkv.__all__} | {"np": np}
+    before = set(namespace)
+    exec("".join(found[0]["source"]), namespace)
+    return {name: namespace[name] for name in set(namespace) - before if name[0] != "_"}
+
+
+def search(pitfall: int) -> Report:
+    """Explore a small world whose pool is the broken one of the chapter."""
+    (broken,) = variant(pitfall).values()
+    assert issubclass(broken, fanoutkv.BlockPool)
+    # The states of the search are pickled, and pickle looks a class up by its module.
+    broken.__module__ = __name__
+    globals()[broken.__name__] = broken
+    return explore(LedgerWorld(broken, requests=2, blocks=3))
+
+
+def test_pitfall_01_counting_before_leaving_the_queue() -> None:
+    report = search(1)
+    assert "hits" in report.story[-1]
+    assert "queued" in report.fault
+
+
+def test_pitfall_02_one_end_for_all() -> None:
+    assert "nameless" in search(2).fault
+
+
+def test_pitfall_03_the_count_on_the_request() -> None:
+    assert "number of tables" in search(3).fault
+
+
+def test_pitfall_04_writable_by_the_count_alone() -> None:
+    assert "writable" in search(4).fault
+
+
+def test_pitfall_06_dropping_only_the_first_key() -> None:
+    report = search(6)
+    assert any("partial key" in step for step in report.story)
+    assert "keys and blocks" in report.fault
+
+
+def test_pitfall_07_a_check_at_allocation_time() -> None:
+    assert "queued" in search(7).fault
+
+
+def test_pitfall_08_external_eviction_frees_the_memory() -> None:
+    report = search(8)
+    assert "evicted" in report.story[-1]
+
+
+def test_the_search_passes_what_is_right() -> None:
+    assert not explore(LedgerWorld(requests=2, blocks=3)).fault
+
+
+@pytest.mark.parametrize("notebook", sorted(BOOK.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_tagged_pitfall_has_a_test(notebook: Path) -> None:
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    tags = {tag for cell in cells for tag in cell.get("metadata", {}).get("tags", [])}
+    for tag in sorted(tags):
+        if tag.startswith("pitfall-"):
+            prefix = f"test_pitfall_{tag.removeprefix('pitfall-')}_"
+            assert any(name.startswith(prefix) for name in globals()), f"{tag} has no test"
