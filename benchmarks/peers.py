@@ -1,4 +1,4 @@
-"""Load the bookkeeping modules of vLLM or SGLang, without their GPU parts, to time them beside ours.
+"""Load the bookkeeping modules of vLLM or SGLang, without their GPU parts, to time them.
 
 A peer is a wheel of several hundred megabytes that wants a GPU; a few of its Python files are all
 that is needed. They are unpacked once into a cache folder. Whatever else of the peer they import is

@@ -26,9 +26,7 @@ def compare(
 
     Taking turns, and the median ratio of the rounds, keep a noisy machine from favouring a side.
     """
-    pairs = [
-        (median_us(ours), median_us(peer) if peer else float("nan")) for _ in range(rounds)
-    ]
+    pairs = [(median_us(ours), median_us(peer) if peer else float("nan")) for _ in range(rounds)]
     line: dict[str, object] = {"case": case}
     line["ours_us"] = round(statistics.median(pair[0] for pair in pairs), 1)
     if peer:

@@ -1,4 +1,4 @@
-"""fanoutkv: the ledger of a KV cache whose prefixes are shared. One module a chapter of the book."""
+"""The ledger of a KV cache whose prefixes are shared: one module a chapter of the book."""
 
 from fanoutkv.blocks import (
     AllBlocksCleared,

@@ -59,10 +59,9 @@ def state_of(pool: BlockPool, block_id: int) -> str:
 
 
 def _text(x: float, y: float, words: object, size: int = 13, **style: object) -> str:
-    extra = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in style.items())
-    anchor = "" if "text_anchor" in style else ' text-anchor="middle"'
-    color = "" if "fill" in style else ' fill="currentColor"'
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}"{anchor}{color}{extra}>{escape(str(words))}</text>'
+    style = {"text_anchor": "middle", "fill": "currentColor", "font_size": size} | style
+    attributes = " ".join(f'{key.replace("_", "-")}="{value}"' for key, value in style.items())
+    return f'<text x="{x:g}" y="{y:g}" {attributes}>{escape(str(words))}</text>'
 
 
 def _box(x: float, y: float, fill: str, dashed: bool = False, red: bool = False) -> str:
@@ -75,13 +74,14 @@ def _box(x: float, y: float, fill: str, dashed: bool = False, red: bool = False)
 
 
 def _svg(width: float, height: float, parts: Sequence[str], label: str) -> Picture:
-    svg = (
+    # It shrinks to the width of a page, but on a phone it rather scrolls than become illegible.
+    size = f"max-width:100%;min-width:{min(width, 540):g}px;height:auto"
+    opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
-        f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(label, quote=True)}" '
-        f'font-family="ui-sans-serif, system-ui, sans-serif" style="max-width:none">'
-        f"{''.join(parts)}</svg>"
+        f'width="{width:g}" height="{height:g}" style="{size}" role="img" '
+        f'aria-label="{escape(label, quote=True)}" font-family="system-ui, sans-serif">'
     )
-    return Picture(svg, label)
+    return Picture(f"{opening}{''.join(parts)}</svg>", label)
 
 
 def short(key: bytes) -> str:

@@ -127,9 +127,9 @@ class LedgerWorld:
                 for key in self._keys():
                     block = self.pool.get_cached_block(key)
                     if block is not None and block not in table:
-                        yield f"{who} hits {key.decode()!r}", lambda w, r=r, k=key: w.hit(r, k)
+                        yield (f"{who} hits {key.decode()!r}", lambda w, r=r, k=key: w.hit(r, k))
         for block in np.flatnonzero(self.pool._is_cached).tolist():
-            yield f"block {block} is evicted by name", lambda w, b=block: w.pool.evict_blocks([b])
+            yield (f"block {block} is evicted by name", lambda w, b=block: w.pool.evict_blocks([b]))
         if self.pool.num_free_blocks == self.pool.num_blocks - 1:
             yield "the cache is reset", lambda w: w.reset()
 
@@ -140,9 +140,9 @@ class LedgerWorld:
         full, partial = self._keys()
         last = self.tables[r][-1]
         if self.pool.block_hash[last] is None:
-            yield f"{who} publishes its last block as {full.decode()!r}", lambda w: w.publish(r)
+            yield (f"{who} publishes its last block as {full.decode()!r}", lambda w: w.publish(r))
         elif last not in self.pool._partial_keys:
-            yield f"{who} adds the partial key {partial.decode()!r}", lambda w: w.publish_part(r)
+            yield (f"{who} adds the partial key {partial.decode()!r}", lambda w: w.publish_part(r))
 
     def take(self, r: int) -> None:
         """Request r takes a block that must have belonged to nobody."""
@@ -180,7 +180,7 @@ class LedgerWorld:
     def canonical(self) -> Hashable:
         """Describe the state with blocks renamed in order of appearance and requests unordered."""
         pool = self.pool
-        stack, line = pool.free_queue.uncached_blocks(), pool.free_queue.cached_blocks().tolist()
+        stack, line = (pool.free_queue.uncached_blocks(), pool.free_queue.cached_blocks().tolist())
         # All that the ledger says of a block goes in, so that no false state passes for a true one.
         columns = [pool.ref_cnt, pool._is_cached, np.bincount(stack, minlength=pool.num_blocks)]
         facts = [*zip(*(column.tolist() for column in columns), strict=True)]
