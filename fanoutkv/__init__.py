@@ -15,12 +15,14 @@ from fanoutkv.blocks import (
     PoolExhaustedError,
     StaleIndexError,
 )
+from fanoutkv.hashing import BlockHasher, MultiModalFeature, hash_block_tokens, request_block_hashes
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AllBlocksCleared",
     "BadArgumentError",
+    "BlockHasher",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
@@ -30,6 +32,9 @@ __all__ = [
     "FreeBlockQueue",
     "InvariantError",
     "KVCacheEvent",
+    "MultiModalFeature",
     "PoolExhaustedError",
     "StaleIndexError",
+    "hash_block_tokens",
+    "request_block_hashes",
 ]

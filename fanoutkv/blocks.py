@@ -572,6 +572,7 @@ class BlockPool:
         vLLM 0.33: `BlockPool.cache_partial_block`.
         """
         index = self._checked([block_id])
+        block_id = int(index[0])
         self._check_publishable(index, [block_hash])
         if num_tokens < 1:
             raise BadArgumentError(f"a partial key covers at least 1 token, not {num_tokens}")

@@ -20,23 +20,22 @@ import fanoutkv
 BOOK = Path(__file__).parent.parent / "book"
 
 
-def variant(pitfall: int) -> dict[str, Any]:
-    """Execute the cell that is tagged for a pitfall; return what it defines."""
+def run_cell(tag: str) -> dict[str, Any]:
+    """Execute the one cell of the book with this tag; return what it defines."""
     found = []
     for notebook in sorted(BOOK.glob("*.ipynb")):
         cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-        tag = f"pitfall-{pitfall:02}"
-        found += [c for c in cells if tag in c.get("metadata", {}).get("tags", [])]
-    assert found, f"no cell of the book is tagged for pitfall {pitfall}"
+        found += [cell for cell in cells if tag in cell.get("metadata", {}).get("tags", [])]
+    (cell,) = found
     namespace = {name: getattr(fanoutkv, name) for name in fanoutkv.__all__} | {"np": np}
     before = set(namespace)
-    exec("".join(found[0]["source"]), namespace)
+    exec("".join(cell["source"]), namespace)
     return {name: namespace[name] for name in set(namespace) - before if name[0] != "_"}
 
 
 def search(pitfall: int) -> Report:
     """Explore a small world whose pool is the broken one of the chapter."""
-    (broken,) = variant(pitfall).values()
+    (broken,) = run_cell(f"pitfall-{pitfall:02}").values()
     assert issubclass(broken, fanoutkv.BlockPool)
     # The states of the search are pickled, and pickle looks a class up by its module.
     broken.__module__ = __name__
@@ -77,8 +76,21 @@ def test_pitfall_08_external_eviction_frees_the_memory() -> None:
     assert "evicted" in report.story[-1]
 
 
-def test_the_search_passes_what_is_right() -> None:
+def test_pitfall_12_a_field_that_is_left_out() -> None:
+    (broken,) = run_cell("pitfall-12").values()
+    (_, one), (_, other) = run_cell("names-meet")["names_meet"](broken)
+    assert one != other, "two adapters have one name"
+
+
+def test_pitfall_13_hashing_the_tokens_alone() -> None:
+    (broken,) = run_cell("pitfall-13").values()
+    (one, _), (other, _) = run_cell("names-meet")["names_meet"](broken)
+    assert one != other, "two prefixes have one name"
+
+
+def test_what_is_right_passes() -> None:
     assert not explore(LedgerWorld(requests=2, blocks=3)).fault
+    assert run_cell("names-meet")["names_meet"](fanoutkv.hash_block_tokens) is None
 
 
 @pytest.mark.parametrize("notebook", sorted(BOOK.glob("*.ipynb")), ids=lambda path: path.stem)

@@ -249,3 +249,38 @@ def plotted(figure: Figure, label: str) -> Picture:
     return Picture(
         svg.replace("<svg", f'<svg role="img" aria-label="{escape(label, quote=True)}"', 1), label
     )
+
+
+HUES = ("58,134,255", "163,92,240", "46,160,67", "255,159,28", "229,72,77", "20,184,166", "148,163,0")
+
+
+def draw_chains(rows: Mapping[str, tuple[Sequence[str], Sequence[bytes]]]) -> Picture:
+    """Draw prompts cut into blocks, each with its hash; equal hashes have equal colors.
+
+    Args:
+        rows: by name, the text of each full block and the hash of each.
+    """
+    color: dict[bytes, str] = {}
+    parts, widest = [], 0.0
+    for row, (name, (texts, hashes)) in enumerate(rows.items()):
+        y, x = 8 + 70 * row, float(LEFT)
+        parts.append(_text(x - 12, y + 20, name, text_anchor="end", font_weight="600"))
+        for i, (words, block_hash) in enumerate(zip(texts, hashes, strict=True)):
+            hue = color.setdefault(block_hash, HUES[len(color) % len(HUES)])
+            width = 8.0 * len(words) + 12
+            if i:
+                parts.append(
+                    f'<path d="M{x - 14:g},{y + 43:g} h12 m-5,-4 l5,4 l-5,4" fill="none" '
+                    f'stroke="currentColor"/>'
+                )
+            parts.append(
+                f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="52" rx="5" '
+                f'fill="rgba({hue},.28)" stroke="currentColor" stroke-width=".8"/>'
+            )
+            font = {"text_anchor": "start", "font_family": "ui-monospace, monospace"}
+            fit = {"textLength": f"{width - 12:g}", "lengthAdjust": "spacingAndGlyphs"}
+            parts.append(_text(x + 6, y + 20, words, 13, **font, **fit))
+            parts.append(_text(x + 6, y + 42, short(block_hash), 11, **font))
+            x += width + 16
+        widest = max(widest, x)
+    return _svg(widest, 8 + 70 * len(rows), parts, "prompts cut into blocks, and the hash of each")
