@@ -179,7 +179,8 @@ class Module:
 
     def join(self, names: list[str], alone: set[str]) -> str:
         """The source of a cell with several names: two blank lines between, or for constants that
-        are neighbours in the module, what the module has there."""
+        are neighbours in the module, what the module has there.
+        """
         cell = ""
         for before, name in zip(["", *names], names, strict=False):
             gap = 2

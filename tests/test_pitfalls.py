@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fanoutkv_book.explore import LedgerWorld, Report, explore
 
 import fanoutkv
+from fanoutkv_book.explore import LedgerWorld, Report, explore
 
 BOOK = Path(__file__).parent.parent / "book"
 

@@ -251,7 +251,7 @@ def plotted(figure: Figure, label: str) -> Picture:
     )
 
 
-HUES = ("58,134,255", "163,92,240", "46,160,67", "255,159,28", "229,72,77", "20,184,166", "148,163,0")
+HUES = ("58,134,255", "163,92,240", "46,160,67", "255,159,28", "229,72,77", "20,184,166")
 
 
 def draw_chains(rows: Mapping[str, tuple[Sequence[str], Sequence[bytes]]]) -> Picture:

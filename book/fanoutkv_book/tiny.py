@@ -56,7 +56,8 @@ class TinyModel:
 
     def _attend(self, queries: Array, keys: Array, values: Array) -> Array:
         new, total = len(queries), len(keys)
-        q, k, v = (a.reshape(len(a), self.heads, -1).swapaxes(0, 1) for a in (queries, keys, values))
+        parts = (queries, keys, values)
+        q, k, v = (part.reshape(len(part), self.heads, -1).swapaxes(0, 1) for part in parts)
         scores = q @ k.swapaxes(1, 2) / k.shape[-1] ** 0.5
         future = np.arange(total) > np.arange(total - new, total)[:, None]
         scores = np.where(future, -np.inf, scores)
@@ -65,10 +66,10 @@ class TinyModel:
         mixed: Array = (weights @ v).swapaxes(0, 1).reshape(new, -1)
         return mixed
 
-    def answer(self, text: str, past: KV | None = None, *, lora: str | None = None, n: int = 8) -> str:
-        """Return the n letters that follow `past` and `text`, the likeliest one each time."""
+    def answer(self, text: str, past: KV | None = None, *, lora: str | None = None) -> str:
+        """Return the 8 letters that follow `past` and `text`, the likeliest one each time."""
         letters = ""
-        for _ in range(n):
+        for _ in range(8):
             letter, past = self.read(text, past, lora)
             letters, text = letters + letter, letter
         return letters
@@ -86,7 +87,7 @@ def cut(kv: KV, tokens: slice) -> KV:
 
 def joined(parts: Sequence[KV]) -> KV:
     """Return the K/V of blocks that stand one after another in a block table."""
+    layers = zip(*parts, strict=True)
     return [
-        (np.concatenate([part[i][0] for part in parts]), np.concatenate([part[i][1] for part in parts]))
-        for i in range(len(parts[0]))
+        (np.concatenate([k for k, _ in kv]), np.concatenate([v for _, v in kv])) for kv in layers
     ]
