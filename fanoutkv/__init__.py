@@ -15,6 +15,15 @@ from fanoutkv.blocks import (
     PoolExhaustedError,
     StaleIndexError,
 )
+from fanoutkv.cow import (
+    BlockTable,
+    alias,
+    collect_orphans,
+    move_group,
+    prepare_write,
+    reparent,
+    select_beams,
+)
 from fanoutkv.hashing import BlockHasher, MultiModalFeature, hash_block_tokens, request_block_hashes
 
 __version__ = "0.1.0"
@@ -26,6 +35,7 @@ __all__ = [
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
+    "BlockTable",
     "CacheStats",
     "DoubleFreeError",
     "FanoutKVError",
@@ -35,6 +45,12 @@ __all__ = [
     "MultiModalFeature",
     "PoolExhaustedError",
     "StaleIndexError",
+    "alias",
+    "collect_orphans",
     "hash_block_tokens",
+    "move_group",
+    "prepare_write",
+    "reparent",
     "request_block_hashes",
+    "select_beams",
 ]

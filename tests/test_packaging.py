@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -52,6 +53,16 @@ def test_the_conda_environment_installs_the_project_with_the_pins() -> None:
     extras = re.fullmatch(r"\.\[(.*)\]", flags["--editable"])
     assert extras
     assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def test_every_notebook_can_fetch_the_package_from_the_one_address() -> None:
+    address = yaml.safe_load((ROOT / "_config.yml").read_text())["repository"]["url"]
+    notebooks = sorted((ROOT / "book").glob("*.ipynb"))
+    assert notebooks
+    for path in notebooks:
+        code = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+        assert f'git+{address}"' in "".join(code[0]["source"]), path.name
+        assert "remove-cell" in code[0]["metadata"]["tags"], path.name
 
 
 IMPORT = """

@@ -7,14 +7,14 @@ for worlds of that size, and what it finds is the shortest story that leads to t
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any, Protocol
 
 import numpy as np
 
-from fanoutkv import BlockPool, InvariantError
+from fanoutkv import BlockPool, BlockTable, InvariantError, PoolExhaustedError, prepare_write
 
 Move = tuple[str, Callable[[Any], None]]
 
@@ -198,3 +198,77 @@ class LedgerWorld:
             parts = [[[*map(name, t)] for t in tables], [(k, [*map(name, bs)]) for k, bs in found]]
             described.append(repr((len(line), named, parts, rest)))
         return min(described)
+
+
+class ForkWorld:
+    """Up to three sequences of up to three tokens, in blocks of two: start, fork, append, free.
+
+    K/V are kept as numbers and moved as the ledger says, and each sequence must read its own.
+
+    Args:
+        prepare: what decides about ownership before a step; `fanoutkv.cow.prepare_write`.
+    """
+
+    def __init__(self, prepare: Callable[[list[BlockTable]], Any] = prepare_write) -> None:
+        """Begin with four usable blocks and no sequence."""
+        self.pool, self.places = BlockPool(5), np.full((5, 2), -1)
+        self.tables: list[BlockTable] = []
+        self.texts: list[list[int]] = []
+        self.prepare = prepare
+
+    def moves(self) -> Iterator[Move]:
+        """Yield every step: also one that appends to all sequences at once."""
+        if len(self.tables) < 3:
+            yield "a sequence starts", lambda w: w.start()
+            for i in range(len(self.tables)):
+                yield f"sequence {i} forks", lambda w, i=i: w.fork(i)
+        short = [i for i, table in enumerate(self.tables) if table.num_tokens < 3]
+        for i in range(len(self.tables)):
+            yield f"sequence {i} is freed", lambda w, i=i: w.free(i)
+        for chosen in [*([i] for i in short), *([short] if len(short) > 1 else [])]:
+            yield f"sequences {chosen} append", lambda w, chosen=tuple(chosen): w.append(chosen)
+
+    def start(self) -> None:
+        """Add an empty sequence."""
+        self.tables.append(BlockTable(self.pool, 2))
+        self.texts.append([])
+
+    def fork(self, i: int) -> None:
+        """Add a sequence that goes on from sequence i."""
+        self.tables.append(self.tables[i].fork())
+        self.texts.append(list(self.texts[i]))
+
+    def free(self, i: int) -> None:
+        """Remove sequence i."""
+        self.tables.pop(i).free()
+        self.texts.pop(i)
+
+    def append(self, chosen: Sequence[int]) -> None:
+        """Write one more token to some sequences, in one step; or nothing, if it does not fit."""
+        try:
+            pairs = self.prepare([self.tables[i] for i in chosen])
+        except PoolExhaustedError:
+            return
+        self.places[pairs[:, 1]] = self.places[pairs[:, 0]]
+        for i in chosen:
+            token = 10 * i + len(self.texts[i])
+            self.texts[i].append(token)
+            end = self.tables[i].num_tokens
+            self.places.ravel()[self.tables[i].slots(end - 1, end)] = token
+
+    def check(self) -> None:
+        """Prove the ledger's laws, and that everybody reads what it wrote."""
+        self.pool.check_invariants([table.block_ids for table in self.tables])
+        for i, (table, text) in enumerate(zip(self.tables, self.texts, strict=True)):
+            read = self.places.ravel()[table.slots(0, table.num_tokens)].tolist()
+            if read != text:
+                raise InvariantError(f"sequence {i} wrote {text} and reads {read}")
+
+    def canonical(self) -> Hashable:
+        """Describe the state with blocks renamed in order of appearance."""
+        rows = [table.block_ids.tolist() for table in self.tables]
+        name = {b: i for i, b in enumerate(dict.fromkeys(b for row in rows for b in row))}
+        held = [(name[b], int(self.pool.ref_cnt[b])) for b in name]
+        return repr(
+            ([[name[b] for b in r] for r in rows], self.texts, held, len(self.pool.free_queue))
+        )
