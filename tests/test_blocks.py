@@ -70,6 +70,18 @@ REFUSED: dict[str, tuple[type[FanoutKVError], Callable[[BlockPool], object]]] = 
     "touch a negative id": (BadArgumentError, lambda p: p.touch([-1])),
     "touch a negative id in 64 bits": (BadArgumentError, lambda p: p.touch(np.array([-1]))),
     "touch an id that wraps in 32 bits": (BadArgumentError, lambda p: p.touch([2**32 + 1])),
+    "touch an id of 32 bits that is not there": (
+        BadArgumentError,
+        lambda p: p.touch(np.array([1, 7], dtype=np.int32)),
+    ),
+    "touch a negative id of 32 bits": (
+        BadArgumentError,
+        lambda p: p.touch(np.array([1, -1], dtype=np.int32)),
+    ),
+    "touch twice in 32 bits": (
+        BadArgumentError,
+        lambda p: p.touch(np.array([1, 2, 1], dtype=np.int32)),
+    ),
     "touch a huge id": (BadArgumentError, lambda p: p.touch([2**70])),
     "touch a float": (BadArgumentError, lambda p: p.touch([1.0])),
     "touch a bool": (BadArgumentError, lambda p: p.touch([True])),
@@ -146,6 +158,13 @@ def test_ids_of_every_integer_kind_are_the_same_ids(kind: Any) -> None:
     pool.get_new_blocks(5)
     pool.touch(kind([2, 4]) if callable(kind) else np.array([2, 4], dtype=kind))
     assert pool.ref_cnt.tolist() == [0, 1, 2, 1, 2, 1, 0, 0, 0]
+
+
+def test_the_smallest_pool_has_one_block_to_give() -> None:
+    pool = BlockPool(2)
+    assert pool.get_new_blocks(1).tolist() == [1]
+    assert not pool.is_block_writable(0), "the null block is nobody's to write"
+    assert pool.is_block_writable(1)
 
 
 def test_a_list_that_was_checked_once_is_checked_against_the_state_again() -> None:
@@ -230,6 +249,17 @@ def test_blocks_with_one_name_take_over_in_the_order_of_publication() -> None:
         pool.check_invariants()
     assert found == [2, 2, 1, 3]
     assert pool.get_cached_block(b"same") is None
+
+
+def test_a_name_of_one_block_goes_while_another_name_has_two() -> None:
+    pool = BlockPool(5, enable_kv_cache_events=True)
+    pool.get_new_blocks(3)
+    pool.cache_full_blocks([1, 2, 3], [b"same", b"same", b"own"], token_ids=[1, 1, 2])
+    pool.take_events()
+    pool.evict_blocks([3])
+    assert pool.get_cached_block(b"own") is None
+    assert pool.take_events() == [BlockRemoved([b"own"])]
+    pool.check_invariants()
 
 
 def test_all_names_of_a_block_go_together() -> None:
