@@ -61,6 +61,17 @@ def test_pitfall_04_writable_by_the_count_alone() -> None:
     assert "writable" in search(4).fault
 
 
+def test_pitfall_05_one_launch_a_pair() -> None:
+    """It copies rightly, and its launches grow with the pairs: that is the whole fault."""
+    (one_by_one,) = run_cell("pitfall-05").values()
+    memory = np.arange(40).reshape(20, 2)
+    pairs = np.array([[1, 11], [2, 12], [3, 13]])
+    expected = memory.copy()
+    expected[pairs[:, 1]] = expected[pairs[:, 0]]
+    assert [one_by_one(memory, pairs[:k]) for k in range(4)] == [0, 1, 2, 3]
+    assert (memory == expected).all()
+
+
 def test_pitfall_06_dropping_only_the_first_key() -> None:
     report = search(6)
     assert any("partial key" in step for step in report.story)
