@@ -25,6 +25,7 @@ from fanoutkv.cow import (
     select_beams,
 )
 from fanoutkv.hashing import BlockHasher, MultiModalFeature, hash_block_tokens, request_block_hashes
+from fanoutkv.manager import KVCacheManager, PrefixCacheStats, Request
 
 __version__ = "0.1.0"
 
@@ -42,8 +43,11 @@ __all__ = [
     "FreeBlockQueue",
     "InvariantError",
     "KVCacheEvent",
+    "KVCacheManager",
     "MultiModalFeature",
     "PoolExhaustedError",
+    "PrefixCacheStats",
+    "Request",
     "StaleIndexError",
     "alias",
     "collect_orphans",

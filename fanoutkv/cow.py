@@ -113,8 +113,9 @@ def prepare_write(tables: Sequence[BlockTable], num_new_tokens: int = 1) -> NDAr
     if num_new_tokens < 0:
         raise BadArgumentError(f"a step appends 0 or more tokens, not {num_new_tokens}")
     copied = _tails_to_copy(tables) if num_new_tokens else [False] * len(tables)
+    # A table may have blocks in reserve already, for tokens that were only guessed.
     grown = [
-        -(-(table.num_tokens + num_new_tokens) // table.block_size) - len(table.block_ids)
+        max(0, -(-(table.num_tokens + num_new_tokens) // table.block_size) - len(table.block_ids))
         for table in tables
     ]
     needed = sum(copied) + sum(grown)
@@ -127,8 +128,8 @@ def prepare_write(tables: Sequence[BlockTable], num_new_tokens: int = 1) -> NDAr
     copies = []
     for table, copy, count in zip(tables, copied, grown, strict=True):
         if copy:
-            source, target = int(table.block_ids[-1]), next(new)
-            table.block_ids[-1] = target
+            tail, target = table.num_tokens // table.block_size, next(new)
+            source, table.block_ids[tail] = int(table.block_ids[tail]), target
             copies.append((source, target))
         table.append([next(new) for _ in range(count)])
         table.num_tokens += num_new_tokens
@@ -154,7 +155,7 @@ def _tails_to_copy(tables: Sequence[BlockTable]) -> list[bool]:
     for table in tables:
         pool, copy = table.pool, False
         if table.num_tokens % table.block_size:
-            tail = int(table.block_ids[-1])
+            tail = int(table.block_ids[table.num_tokens // table.block_size])
             alone = pool.ref_cnt[tail] - leaving[tail] == 1
             copy = not (alone and not pool._is_cached[tail])
             leaving[tail] += copy
