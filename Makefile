@@ -41,9 +41,10 @@ $(VENV)/test.stamp: $(VENV)/book.stamp
 	@$(BIN)/python -m pip install --quiet --editable '.[book,test]' --constraint constraints.txt
 	@touch $@
 
+# --all, because Sphinx copies no changed style sheet or picture when no page has changed.
 $(HTML): $(VENV)/book.stamp $(SITE_SOURCES)
 	@echo "== building the site"
-	@$(BIN)/jupyter-book build . --quiet -W -n --keep-going
+	@$(BIN)/jupyter-book build . --all --quiet -W -n --keep-going
 	@touch $@
 
 book: $(HTML)
@@ -89,9 +90,14 @@ run: $(VENV)/test.stamp
 	@echo "== running $(NB)"
 	@$(BIN)/python book/weave.py run $(NB)
 
-lab: $(VENV)/test.stamp
+# Editable like the others: a copied package would hide later edits from every other target.
+$(VENV)/lab.stamp: $(VENV)/test.stamp
+	@echo "== installing JupyterLab"
+	@$(BIN)/python -m pip install --quiet --editable '.[book,test,notebook]' --constraint constraints.txt
+	@touch $@
+
+lab: $(VENV)/lab.stamp
 	@echo "== JupyterLab"
-	@$(BIN)/python -m pip install --quiet '.[notebook]' --constraint constraints.txt
 	@$(BIN)/jupyter lab book
 
 bench: $(VENV)/test.stamp

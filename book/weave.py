@@ -32,6 +32,7 @@ import time
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,9 @@ class Module:
         return outdent("\n".join(lines), definition.nodes[0].col_offset).strip("\n")
 
     def join(self, names: list[str], alone: set[str]) -> str:
-        """The source of a cell with several names: two blank lines between, or for constants that
-        are neighbours in the module, what the module has there.
+        """The source of a cell with several names, two blank lines between.
+
+        Between constants that are neighbors in the module stands what the module has there.
         """
         cell = ""
         for before, name in zip(["", *names], names, strict=False):
@@ -485,7 +487,7 @@ def check_places(book: Book, module: Module) -> Iterator[str]:
             yield f"{book.shown(notebook)} is not in _toc.yml, so its place in the book is unknown"
     order = {name: place for place, name in enumerate(module.definitions)}
     shown = [(name, woven.where) for woven in cells for name in woven.names]
-    for (before, _), (name, here) in zip(shown, shown[1:], strict=False):
+    for (before, _), (name, here) in pairwise(shown):
         if order[name] < order[before]:
             yield f"{here}: `{name}` stands before `{before}` in {module.path}, but after it here"
 

@@ -71,13 +71,15 @@ class BlockTable:
         return blocks * self.block_size + positions % self.block_size
 
     def fork(self) -> BlockTable:
-        """Return a second table for the same tokens, which shares every block; nothing is copied.
+        """Return a second table for the same tokens, which shares their blocks; nothing is copied.
 
         It takes no memory, so it cannot fail. PagedAttention, section 5.2, calls it `fork`, too.
         """
         child = BlockTable(self.pool, self.block_size)
-        self.pool.touch(self.block_ids[self.block_ids != self.pool.null_block])
-        child.append(self.block_ids)
+        # Blocks in reserve stay with this table: two that share them would write the same slots.
+        used = self.block_ids[: -(-self.num_tokens // self.block_size)]
+        self.pool.touch(used[used != self.pool.null_block])
+        child.append(used)
         child.num_tokens = self.num_tokens
         return child
 
@@ -112,31 +114,62 @@ def prepare_write(tables: Sequence[BlockTable], num_new_tokens: int = 1) -> NDAr
     pool = _pool_of(tables)
     if num_new_tokens < 0:
         raise BadArgumentError(f"a step appends 0 or more tokens, not {num_new_tokens}")
-    copied = _tails_to_copy(tables) if num_new_tokens else [False] * len(tables)
+    leaving: Counter[int] = Counter()
+    replaced = [
+        places_to_replace(table, table.num_tokens, table.num_tokens + num_new_tokens, leaving)
+        for table in tables
+    ]
     # A table may have blocks in reserve already, for tokens that were only guessed.
     grown = [
         max(0, -(-(table.num_tokens + num_new_tokens) // table.block_size) - len(table.block_ids))
         for table in tables
     ]
-    needed = sum(copied) + sum(grown)
+    needed = sum(map(len, replaced)) + sum(grown)
     if needed > pool.num_free_blocks:
         raise PoolExhaustedError(
-            f"this step needs {needed} blocks, {sum(copied)} of them for copies, and "
+            f"this step needs {needed} blocks, {needed - sum(grown)} of them for copies, and "
             f"{pool.num_free_blocks} are free: preempt a group, then try again"
         )
-    new = iter(pool.get_new_blocks(needed))
-    copies = []
-    for table, copy, count in zip(tables, copied, grown, strict=True):
-        if copy:
-            tail, target = table.num_tokens // table.block_size, next(new)
-            source, table.block_ids[tail] = int(table.block_ids[tail]), target
-            copies.append((source, target))
+    new = iter(pool.get_new_blocks(needed).tolist())
+    copies, given_up = [], []
+    for table, places, count in zip(tables, replaced, grown, strict=True):
+        for place in places:
+            source, table.block_ids[place] = int(table.block_ids[place]), next(new)
+            given_up.append(source)
+            if place * table.block_size < table.num_tokens:
+                copies.append((source, int(table.block_ids[place])))
         table.append([next(new) for _ in range(count)])
         table.num_tokens += num_new_tokens
     # Only now: a source that lost its last reader must not be handed out in this same step.
-    for source, _ in copies:
+    for source in given_up:
         pool.free_blocks([source])
     return np.array(copies, dtype=np.int32).reshape(-1, 2)
+
+
+def places_to_replace(
+    table: BlockTable, start: int, stop: int, leaving: Counter[int] | None = None
+) -> list[int]:
+    """Return the places in a table whose block may not be written, for tokens start to stop - 1.
+
+    Nearly always that is the tail or nothing. It is more after tokens were taken back in a table
+    whose blocks are shared.
+
+    Args:
+        table: the blocks that are there; those that must be added do not count.
+        start: the first token that will be written.
+        stop: the token after the last one.
+        leaving: how many readers each block has lost in this step already; it is kept up.
+    """
+    leaving = Counter() if leaving is None else leaving
+    last = -(-stop // table.block_size) if stop > start else 0
+    places = []
+    for place in range(start // table.block_size, min(last, len(table.block_ids))):
+        block = int(table.block_ids[place])
+        alone = table.pool.ref_cnt[block] - leaving[block] == 1
+        if not alone or table.pool._is_cached[block]:
+            places.append(place)
+            leaving[block] += 1
+    return places
 
 
 def _pool_of(tables: Sequence[BlockTable]) -> BlockPool:
@@ -146,21 +179,6 @@ def _pool_of(tables: Sequence[BlockTable]) -> BlockPool:
     if len(set(map(id, tables))) < len(tables):
         raise BadArgumentError("a table stands in the list twice")
     return tables[0].pool
-
-
-def _tails_to_copy(tables: Sequence[BlockTable]) -> list[bool]:
-    """Say for each table whether its next token needs a copy of its tail block."""
-    leaving: Counter[int] = Counter()
-    copied = []
-    for table in tables:
-        pool, copy = table.pool, False
-        if table.num_tokens % table.block_size:
-            tail = int(table.block_ids[table.num_tokens // table.block_size])
-            alone = pool.ref_cnt[tail] - leaving[tail] == 1
-            copy = not (alone and not pool._is_cached[tail])
-            leaving[tail] += copy
-        copied.append(copy)
-    return copied
 
 
 def select_beams(tables: Sequence[BlockTable], parents: Sequence[int]) -> list[BlockTable]:
@@ -197,8 +215,12 @@ def alias(req_to_token: NDArray[np.int32], rows: ArrayLike, leader: int, prompt_
         leader: the row that computed the prompt, and that owns its slots.
         prompt_len: tokens of the prompt.
 
+    Raises:
+        BadArgumentError: there is no such row or column; nothing has changed.
+
     SGLang 0.5.23: `sglang/srt/beam_search/fork.py`, `alias_members_prompt_kv`.
     """
+    _check_rows(req_to_token, [leader, *np.asarray(rows).tolist()], 0, prompt_len)
     req_to_token[np.asarray(rows), :prompt_len] = req_to_token[leader, :prompt_len]
 
 
@@ -221,13 +243,30 @@ def reparent(
     Returns:
         int32[n], the orphans: free them once.
 
+    Raises:
+        BadArgumentError: there is no such row, column or member, or not one parent a member;
+            nothing has changed.
+
     SGLang 0.5.23: `sglang/srt/beam_search/fork.py`, `remap_kv_mapping`.
     """
+    _check_rows(req_to_token, np.asarray(rows).tolist(), prompt_len, seq_len)
+    chosen, width = np.asarray(parents).tolist(), len(np.asarray(rows))
+    if len(chosen) != width or not set(chosen) <= set(range(width)):
+        raise BadArgumentError(f"parents {chosen} do not name one of {width} members for each")
     members = np.asarray(rows)
     before = req_to_token[members, prompt_len:seq_len]
     after = before[np.asarray(parents)]
     req_to_token[members, prompt_len:seq_len] = after
     return collect_orphans(before, after)
+
+
+def _check_rows(req_to_token: NDArray[np.int32], rows: list[int], start: int, stop: int) -> None:
+    """Raise `BadArgumentError` unless these rows exist and have columns start to stop - 1."""
+    height, width = req_to_token.shape
+    if not set(rows) <= set(range(height)) or not 0 <= start <= stop <= width:
+        raise BadArgumentError(
+            f"rows {rows}, columns {start} to {stop} are not all in a table of {height} x {width}"
+        )
 
 
 def collect_orphans(before: NDArray[np.int32], after: NDArray[np.int32]) -> NDArray[np.int32]:

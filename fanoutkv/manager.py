@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fanoutkv.blocks import BadArgumentError, BlockPool, KVCacheEvent, StaleIndexError
-from fanoutkv.cow import BlockTable, prepare_write
+from fanoutkv.cow import BlockTable, places_to_replace, prepare_write
 from fanoutkv.hashing import (
     BlockHasher,
     MultiModalFeature,
@@ -298,12 +298,10 @@ class KVCacheManager:
     ) -> int:
         """Return how many blocks are missing for a step; 0 or less if it fits."""
         count = self.pool.ref_cnt
-        blocks = np.append(table.block_ids, hits)
-        tail = computed // self.block_size
-        copy = computed % self.block_size and not (
-            tail < len(table.block_ids) and self.pool.is_block_writable(int(blocks[tail]))
-        )
-        needed = max(0, -(-total // self.block_size) - len(blocks)) + bool(copy)
+        missing = -(-total // self.block_size) - len(table.block_ids) - len(hits)
+        # A hit that ends inside a block has a name there; else the table knows its own.
+        copies = 1 if len(hits) and computed % self.block_size else 0
+        needed = max(0, missing) + copies + len(places_to_replace(table, computed, total))
         # A hit that nobody reads stands in the free queue, and will not be free any more.
         idle = np.count_nonzero(count[hits] == 0)
         gained = np.count_nonzero(count[table.block_ids[leaving]] == 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from fanoutkv.cow import (
     reparent,
     select_beams,
 )
-from fanoutkv_book.explore import ForkWorld, explore
+from fanoutkv_book.explore import ForkWorld, Move, explore
 
 SIZE = 4
 
@@ -343,3 +344,385 @@ def test_a_world_that_does_not_copy_is_found_out(broken: Callable[..., np.ndarra
     report = explore(ForkWorld(broken))
     assert "wrote" in report.fault
     assert any("forks" in step for step in report.story)
+
+
+class BeamWorld:
+    """Two sequences of up to three tokens, in blocks of two: publish, beams and all the rest.
+
+    Beside what `ForkWorld` asks, a published text must stay as it was, a step that does not fit
+    must change nothing, and no block is copied that nobody needs afterwards. Each sequence may
+    once take back its second token, as after a rejected draft, and then it writes others. Without
+    that, a writer that ignores names harms nobody: a key vouches for tokens that are there.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[..., np.ndarray] = prepare_write,
+        select: Callable[..., list[BlockTable]] = select_beams,
+        blocks: int = 4,
+    ) -> None:
+        self.pool, self.memory = BlockPool(blocks + 1), Memory(blocks + 1, 2)
+        self.tables: list[BlockTable] = []
+        self.texts: list[list[int]] = []
+        self.published: list[int] = []
+        self.mood: list[int] = []
+        self.prepare, self.select = prepare, select
+
+    def moves(self) -> Iterator[Move]:
+        if len(self.tables) < 2:
+            yield "a sequence starts", lambda w: w.start()
+            for i in range(len(self.tables)):
+                yield f"sequence {i} forks", lambda w, i=i: w.fork(i)
+        short = [i for i, text in enumerate(self.texts) if len(text) < 3]
+        for chosen in [*([i] for i in short), *([short] if len(short) > 1 else [])]:
+            yield f"sequences {chosen} append", lambda w, c=tuple(chosen): w.append(c)
+        for i in range(len(self.tables)):
+            yield f"sequence {i} is freed", lambda w, i=i: w.free(i)
+            if self.may_take_back(i):
+                yield f"sequence {i} takes a token back", lambda w, i=i: w.take_back(i)
+            if self.texts[i] and self.pool.get_cached_block(b"tail") is None:
+                yield f"sequence {i} publishes its tail", lambda w, i=i: w.publish(i)
+        for parents in product(range(len(self.tables)), repeat=2):
+            yield f"beams continue {parents}", lambda w, p=parents: w.beams(p)
+
+    def start(self) -> None:
+        self.tables.append(BlockTable(self.pool, 2))
+        self.texts.append([])
+        self.mood.append(0)
+
+    def fork(self, i: int) -> None:
+        self.tables.append(self.tables[i].fork())
+        self.texts.append(list(self.texts[i]))
+        self.mood.append(self.mood[i])
+
+    def free(self, i: int) -> None:
+        self.tables.pop(i).free()
+        self.texts.pop(i)
+        self.mood.pop(i)
+
+    def may_take_back(self, i: int) -> bool:
+        """A full, published block that nobody else reads: the case in which a name matters."""
+        full = len(self.texts[i]) == 2 and not self.mood[i]
+        tail = int(self.tables[i].block_ids[-1]) if full else 0
+        return bool(self.pool._is_cached[tail] and self.pool.ref_cnt[tail] == 1)
+
+    def take_back(self, i: int) -> None:
+        self.tables[i].num_tokens -= 1
+        self.texts[i].pop()
+        self.mood[i] = 100
+
+    def publish(self, i: int) -> None:
+        tail = int(self.tables[i].block_ids[-1])
+        self.published = self.texts[i][len(self.texts[i]) - 1 & ~1 :]
+        self.pool.cache_partial_block(tail, b"tail", len(self.published))
+
+    def beams(self, parents: tuple[int, ...]) -> None:
+        self.tables = self.select(self.tables, parents)
+        self.texts = [list(self.texts[parent]) for parent in parents]
+        self.mood = [self.mood[parent] for parent in parents]
+
+    def append(self, chosen: tuple[int, ...]) -> None:
+        before = state(self.pool, self.tables)
+        try:
+            pairs = self.prepare([self.tables[i] for i in chosen])
+        except PoolExhaustedError:
+            assert state(self.pool, self.tables) == before, "a refused step has changed something"
+            return
+        for source in pairs[:, 0]:
+            needed = self.pool.ref_cnt[source] or self.pool._is_cached[source]
+            assert needed, f"block {source} was copied, and nobody needs it any more"
+        self.memory.copy(pairs)
+        for i in chosen:
+            self.texts[i].append(self.mood[i] + 10 * i + len(self.texts[i]))
+            self.memory.write(self.tables[i], self.texts[i][-1:])
+
+    def check(self) -> None:
+        self.pool.check_invariants([table.block_ids for table in self.tables])
+        for table, text in zip(self.tables, self.texts, strict=True):
+            assert self.memory.read(table) == text, f"wrote {text}, reads {self.memory.read(table)}"
+        block = self.pool.get_cached_block(b"tail")
+        if block is not None:
+            found = self.memory.places[block, : len(self.published)].tolist()
+            assert found == self.published, f"published {self.published}, found {found}"
+
+    def canonical(self) -> str:
+        rows = [table.block_ids.tolist() for table in self.tables]
+        block = self.pool.get_cached_block(b"tail")
+        seen = [b for row in rows for b in row] + ([] if block is None else [block])
+        name = {b: i for i, b in enumerate(dict.fromkeys(seen))}
+        held = [(int(self.pool.ref_cnt[b]), bool(self.pool._is_cached[b])) for b in name]
+        renamed = [[name[b] for b in row] for row in rows]
+        public = None if block is None else (name[block], self.published)
+        return repr((renamed, self.texts, self.mood, held, public, len(self.pool.free_queue)))
+
+
+def table_by_table(
+    tables: list[BlockTable], copies: Callable[[BlockTable, int], bool]
+) -> np.ndarray:
+    """Make a step under another rule of when a tail is copied; decided for all, then done."""
+    tails = [int(t.block_ids[-1]) if t.num_tokens % t.block_size else -1 for t in tables]
+    decided = [tail >= 0 and copies(t, tail) for t, tail in zip(tables, tails, strict=True)]
+    new = iter(tables[0].pool.get_new_blocks(sum(decided) + tails.count(-1)))
+    pairs = []
+    for table, tail, copy in zip(tables, tails, decided, strict=True):
+        if tail < 0:
+            table.append([next(new)])
+        elif copy:
+            table.block_ids[-1] = next(new)
+            table.pool.free_blocks([tail])
+            pairs.append((tail, table.block_ids[-1]))
+        table.num_tokens += 1
+    return np.array(pairs, dtype=np.int32).reshape(-1, 2)
+
+
+def with_the_true_rule(tables: list[BlockTable]) -> np.ndarray:
+    return np.concatenate(
+        [
+            table_by_table([one], lambda t, tail: not t.pool.is_block_writable(tail))
+            for one in tables
+        ]
+    )
+
+
+def alone_is_enough(tables: list[BlockTable]) -> np.ndarray:
+    step = [table_by_table([one], lambda t, tail: t.pool.ref_cnt[tail] > 1) for one in tables]
+    return np.concatenate(step)
+
+
+def everybody_copies(tables: list[BlockTable]) -> np.ndarray:
+    return table_by_table(tables, lambda t, tail: not t.pool.is_block_writable(tail))
+
+
+def takes_as_it_goes(tables: list[BlockTable]) -> np.ndarray:
+    return np.concatenate([prepare_write([table]) for table in tables])
+
+
+def without_copies(tables: list[BlockTable]) -> np.ndarray:
+    return prepare_write(tables)[:0]
+
+
+def frees_first(tables: list[BlockTable], parents: tuple[int, ...]) -> list[BlockTable]:
+    rows = [(table.block_ids.copy(), table.num_tokens) for table in tables]
+    for table in tables:
+        table.free()
+    survivors = []
+    for parent in parents:
+        survivors.append(BlockTable(tables[0].pool, tables[0].block_size))
+        tables[0].pool.touch(rows[parent][0])
+        survivors[-1].append(rows[parent][0])
+        survivors[-1].num_tokens = rows[parent][1]
+    return survivors
+
+
+@pytest.mark.parametrize(("blocks", "states"), [(3, 500), (4, 2000)])
+def test_every_small_world_of_beams_and_names_is_right(blocks: int, states: int) -> None:
+    report = explore(BeamWorld(blocks=blocks))
+    print(report)
+    assert not report.fault, report
+    assert report.states > states
+
+
+def test_the_broken_rules_are_built_on_one_that_works() -> None:
+    assert not explore(BeamWorld(with_the_true_rule)).fault
+
+
+@pytest.mark.parametrize(
+    ("world", "fault"),
+    [
+        (BeamWorld(alone_is_enough), "published"),
+        (BeamWorld(everybody_copies), "nobody needs it"),
+        (BeamWorld(takes_as_it_goes, blocks=3), "a refused step"),
+        (BeamWorld(without_copies), "wrote"),
+        (BeamWorld(select=frees_first), "cannot be touched"),
+    ],
+    ids=["ref_cnt alone", "n copies", "not all or nothing", "no copy", "free before touch"],
+)
+def test_a_broken_rule_is_found_out(world: BeamWorld, fault: str) -> None:
+    report = explore(world)
+    print(report)
+    assert fault in report.fault
+
+
+def keep_duplicates(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    return before[~np.isin(before, after)]
+
+
+def slots_of_the_dead(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    changed = (before != after).any(axis=1)
+    return np.unique(before[changed])
+
+
+def orphans_of(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    return collect_orphans(before, after)
+
+
+class SlotWorld:
+    """Three rows, up to two steps of every possible ancestry; at the end the group frees once."""
+
+    def __init__(self, collect: Callable[..., np.ndarray] = orphans_of) -> None:
+        self.rows = np.full((3, 3), -1, dtype=np.int32)
+        self.rows[0, 0] = 0
+        alias(self.rows, [1, 2], leader=0, prompt_len=1)
+        self.free, self.length, self.collect = set(range(1, 10)), 1, collect
+        self.memory: dict[int, str] = {0: "p"}
+        self.texts = ["p"] * 3
+
+    def moves(self) -> Iterator[Move]:
+        if 0 < self.length < 3:
+            for parents in product(range(3), repeat=3):
+                yield f"continue {parents}", lambda w, p=parents: w.step(p)
+        if self.length > 1:
+            yield "the group ends", lambda w: w.end()
+
+    def step(self, parents: tuple[int, ...]) -> None:
+        for i in range(3):
+            slot = min(self.free)
+            self.free.remove(slot)
+            self.rows[i, self.length] = slot
+            self.memory[slot] = "abc"[i]
+            self.texts[i] += "abc"[i]
+        self.length += 1
+        before = self.rows[:, 1 : self.length].copy()
+        returned = reparent(self.rows, [0, 1, 2], parents, 1, self.length)
+        orphans = self.collect(before, self.rows[:, 1 : self.length])
+        if self.collect is orphans_of:
+            assert returned.tolist() == orphans.tolist()
+        self.give_back(orphans)
+        self.texts = [self.texts[parent] for parent in parents]
+
+    def end(self) -> None:
+        region = self.rows[:, 1 : self.length]
+        self.give_back(self.collect(region, region[:0]))
+        self.rows[:], self.length, self.texts = -1, 0, []
+
+    def give_back(self, slots: np.ndarray) -> None:
+        for slot in slots.ravel().tolist():
+            assert slot not in self.free, f"slot {slot} is freed twice"
+            self.free.add(slot)
+
+    def check(self) -> None:
+        named = set(self.rows[:, 1 : max(1, self.length)].ravel().tolist())
+        assert not named & self.free, f"slots {named & self.free} are free and in use"
+        assert named | self.free == set(range(1, 10)), "a slot is lost"
+        for row, text in zip(self.rows, self.texts, strict=False):
+            read = "".join(self.memory[slot] for slot in row[: self.length].tolist())
+            assert read == text, f"wrote {text}, reads {read}"
+
+    def canonical(self) -> str:
+        return repr((self.rows.tolist(), self.texts, sorted(self.free)))
+
+
+def test_every_ancestry_of_slots_is_right() -> None:
+    report = explore(SlotWorld())
+    print(report)
+    assert not report.fault, report
+
+
+@pytest.mark.parametrize(
+    ("collect", "fault"), [(keep_duplicates, "freed twice"), (slots_of_the_dead, "free and in use")]
+)
+def test_orphans_that_are_not_a_set_difference_are_found_out(
+    collect: Callable[..., np.ndarray], fault: str
+) -> None:
+    report = explore(SlotWorld(collect))
+    assert fault in report.fault
+
+
+class FailingPool(BlockPool):
+    """A pool whose n-th allocation from now on fails."""
+
+    countdown = 0
+
+    def get_new_blocks(self, num_blocks: int) -> np.ndarray:
+        self.countdown -= 1
+        if not self.countdown:
+            raise PoolExhaustedError("this allocation was made to fail")
+        return super().get_new_blocks(num_blocks)
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_an_allocation_that_fails_leaves_nothing_changed(nth: int) -> None:
+    gpu, host = FailingPool(40), FailingPool(40)
+    gpu.countdown = host.countdown = nth
+    tables = [BlockTable(gpu, SIZE), BlockTable(gpu, SIZE)]
+    texts: list[list[int]] = [[], []]
+    memories, failures = {id(gpu): Memory(40), id(host): Memory(40)}, 0
+    for n in (3, 1, 2, 5):
+        while True:
+            pool, target = (gpu, host) if tables[0].pool is gpu else (host, gpu)
+            before = (state(gpu, tables), state(host, tables))
+            try:
+                pairs = prepare_write(tables, n)
+                break
+            except PoolExhaustedError:
+                failures += 1
+                assert (state(gpu, tables), state(host, tables)) == before
+        memories[id(pool)].copy(pairs)
+        for i, table in enumerate(tables):
+            tokens = [1000 * i + len(texts[i]) + j for j in range(n)]
+            memories[id(pool)].write(table, tokens)
+            texts[i] += tokens
+        tables.append(tables[0].fork())
+        texts.append(list(texts[0]))
+        before = (state(gpu, tables), state(host, tables))
+        try:
+            memories[id(target)].copy(move_group(tables, target), memories[id(pool)])
+        except PoolExhaustedError:
+            failures += 1
+            assert (state(gpu, tables), state(host, tables)) == before
+    home = tables[0].pool
+    home.check_invariants([table.block_ids for table in tables])
+    assert [memories[id(home)].read(table) for table in tables] == texts
+    assert failures or nth > 4
+
+
+def test_a_fork_does_not_share_blocks_in_reserve() -> None:
+    pool, memory = BlockPool(9), Memory(9)
+    table = started(pool, SIZE)
+    memory.write(table, [1, 2, 3, 4])
+    table.append(pool.get_new_blocks(1))  # for a token that is only guessed
+    pair = [table, table.fork()]
+    memory.copy(prepare_write(pair))
+    for i, each in enumerate(pair):
+        memory.write(each, [50 + i])
+    assert [memory.read(each)[-1] for each in pair] == [50, 51]
+    pool.check_invariants([each.block_ids for each in pair])
+
+
+def test_a_table_with_a_reserve_beside_a_needy_one() -> None:
+    pool = BlockPool(20)
+    rich, poor = BlockTable(pool, SIZE), BlockTable(pool, SIZE)
+    rich.append(pool.get_new_blocks(3))
+    prepare_write([rich, poor], 2 * SIZE)
+    assert [len(rich.block_ids), len(poor.block_ids)] == [3, 2]
+    pool.check_invariants([rich.block_ids, poor.block_ids])
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 0], [3, 0, 0], [1], [1, 1], [1.5, 1, 1]])
+def test_parents_that_are_not_members_are_refused(parents: list[int]) -> None:
+    table = np.arange(24, dtype=np.int32).reshape(3, 8)
+    before = table.copy()
+    with pytest.raises(BadArgumentError):
+        reparent(table, [0, 1, 2], parents, 4, 5)
+    for start, stop in ((4, 9), (5, 4), (-1, 3)):
+        with pytest.raises(BadArgumentError):
+            reparent(table, [0, 1, 2], [0, 1, 2], start, stop)
+    for rows, leader, prompt in (([1], 3, 2), ([1], -1, 2), ([3], 0, 2), ([1], 0, 9)):
+        with pytest.raises(BadArgumentError):
+            alias(table, rows, leader, prompt)
+    assert (table == before).all()
+
+
+def test_tokens_that_were_taken_back_are_not_written_over_in_shared_blocks() -> None:
+    pool, memory = BlockPool(9), Memory(9)
+    table = started(pool, 2 * SIZE)
+    memory.write(table, [1, 2, 3, 4, 5, 6, 7, 8])
+    other = table.fork()
+    table.num_tokens = SIZE - 1  # five tokens are taken back
+    copies = prepare_write([table], SIZE)
+    assert copies.tolist() == [[1, 3]], "the second block holds nothing of this table any more"
+    memory.copy(copies)
+    memory.write(table, [94, 95, 96, 97])
+    assert memory.read(table) == [1, 2, 3, 94, 95, 96, 97]
+    assert memory.read(other) == [1, 2, 3, 4, 5, 6, 7, 8]
+    pool.check_invariants([table.block_ids, other.block_ids])

@@ -230,6 +230,30 @@ def test_a_window_makes_room_for_its_own_step() -> None:
         req.num_computed_tokens += 4
 
 
+def test_a_window_gains_nothing_from_blocks_that_others_read() -> None:
+    manager = KVCacheManager(5, SIZE, sliding_window=4)
+    one = request("1", range(8))
+    admit(manager, one)
+    two = manager.fork(one, "2")
+    two.append(range(50, 62))
+    before = snapshot(manager)
+    assert manager.allocate_slots(two, 12) is None, "two are free, and three are needed"
+    assert snapshot(manager) == before
+    assert manager.allocate_slots(two, 8) is not None
+
+
+def test_names_that_come_late_pass_over_the_window() -> None:
+    manager = KVCacheManager(9, SIZE, sliding_window=4)
+    req = request("1", range(16))
+    for _ in range(4):
+        manager.allocate_slots(req, 4, delay_cache_blocks=True)
+        req.num_computed_tokens += 4
+    assert (manager.block_ids(req) == 0).tolist() == [True, True, False, False]
+    manager.cache_blocks(req, 16)
+    manager.check_invariants()
+    assert sum(key is not None for key in manager.pool.block_hash) == 2
+
+
 def test_two_who_compute_the_same_at_once_both_stay_right() -> None:
     manager = KVCacheManager(20, SIZE)
     one, two = request("1", range(9)), request("2", range(9))
@@ -261,6 +285,25 @@ def test_forks_share_and_then_copy() -> None:
         manager.fork(one, "2")
     with pytest.raises(BadArgumentError):
         manager.fork(request("x", [1]), "3")
+
+
+@pytest.mark.parametrize("blocks", [8, 7])
+def test_a_fork_and_then_a_step_back(blocks: int) -> None:
+    """Guesses were written, the request forked, and then both go back behind the guesses."""
+    manager = KVCacheManager(blocks, SIZE)
+    one = request("1", range(3))
+    manager.allocate_slots(one, 3, num_lookahead_tokens=2)
+    one.num_computed_tokens = 3
+    manager.allocate_slots(one, 5)  # all of them guesses
+    one.num_computed_tokens = 8
+    two = manager.fork(one, "2")
+    for req, start in ((one, 50), (two, 60)):
+        req.num_computed_tokens = 3
+        req.append(range(start, start + 5))
+        assert manager.allocate_slots(req, 5) is not None
+        manager.check_invariants()
+    rows = [manager.block_ids(req).tolist() for req in (one, two)]
+    assert not set(rows[0]) & set(rows[1]), "each wrote into every one of its blocks"
 
 
 def test_letting_go_twice_is_as_good_as_once() -> None:
@@ -375,7 +418,10 @@ class Serving(RuleBasedStateMachine):
 
     def write(self, req: Request, new: int) -> None:
         start, end = req.num_computed_tokens, req.num_computed_tokens + new
-        table = self.manager.block_ids(req)
+        table, window = self.manager.block_ids(req), self.manager.sliding_window
+        seen = range(0 if window is None else max(0, start - window + 1), start)
+        read = [self.memory[table[p // SIZE], p % SIZE] for p in seen if table[p // SIZE]]
+        assert read == [req.all_token_ids[p] for p in seen], "the first new token looks at these"
         for position in range(start, end):
             block = table[position // SIZE]
             assert block != 0

@@ -99,6 +99,17 @@ def test_pitfall_13_hashing_the_tokens_alone() -> None:
     assert one != other, "two prefixes have one name"
 
 
+def test_pitfall_14_a_full_hit_leaves_nothing_to_compute() -> None:
+    (broken,) = run_cell("pitfall-14").values()
+    manager = broken(20, 4)
+    first, second = (fanoutkv.Request(name, range(8)) for name in "12")
+    manager.allocate_slots(first, 8)
+    _, hit = manager.get_computed_blocks(second)
+    assert hit == second.num_tokens
+    with pytest.raises(fanoutkv.BadArgumentError, match="1 or more tokens"):
+        manager.allocate_slots(second, second.num_tokens - hit, num_new_computed_tokens=hit)
+
+
 def test_what_is_right_passes() -> None:
     assert not explore(LedgerWorld(requests=2, blocks=3)).fault
     assert run_cell("names-meet")["names_meet"](fanoutkv.hash_block_tokens) is None

@@ -316,7 +316,8 @@ def test_setter_and_overloads_stay_in_the_class_cell(repo: Repository) -> None:
 def load_module(repo: Repository) -> ModuleType:
     path = repo.root / "fanoutkv" / "counter.py"
     spec = importlib.util.spec_from_file_location("woven_counter", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["woven_counter"] = module
     spec.loader.exec_module(module)
@@ -664,8 +665,10 @@ def test_run_normalizes_and_repeats_to_the_byte(repo: Repository) -> None:
     trace = "\n".join(cells[1]["outputs"][0]["traceback"])
     assert "JSONDecodeError" in trace
     assert "\x1b" not in trace
-    assert "File python3." in trace and sys.prefix not in trace
-    assert first.startswith(b'{\n "cells"') and first.endswith(b"}\n")
+    assert "File python3." in trace
+    assert sys.prefix not in trace
+    assert first.startswith(b'{\n "cells"')
+    assert first.endswith(b"}\n")
 
 
 def test_failing_cell_stores_nothing(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:

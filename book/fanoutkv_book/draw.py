@@ -284,3 +284,35 @@ def draw_chains(rows: Mapping[str, tuple[Sequence[str], Sequence[bytes]]]) -> Pi
             x += width + 16
         widest = max(widest, x)
     return _svg(widest, 8 + 70 * len(rows), parts, "prompts cut into blocks, and the hash of each")
+
+
+def draw_layout(block_ids: Sequence[int], block_size: int, parts_of: Mapping[str, int]) -> Picture:
+    """Draw a block table as a band of tokens, cut into blocks, with what each stretch is.
+
+    Args:
+        block_ids: the table.
+        block_size: tokens a block.
+        parts_of: by name, how many tokens each stretch has, from the first token on.
+    """
+    scale = min(16.0, 560 / max(1, len(block_ids) * block_size))
+    parts, x = [], float(LEFT)
+    for i, (name, tokens) in enumerate(parts_of.items()):
+        width = tokens * scale
+        parts.append(
+            f'<rect x="{x:g}" y="34" width="{width:g}" height="30" fill="rgba({HUES[i]},.32)" '
+            f'stroke="currentColor" stroke-width=".6"/>'
+        )
+        if tokens:
+            parts.append(_text(x + width / 2, 26 - 14 * (i % 2), f"{name} {tokens}", 11))
+        x += width
+    for i, block in enumerate(block_ids):
+        left = LEFT + i * block_size * scale
+        parts.append(
+            f'<rect x="{left:g}" y="70" width="{block_size * scale - 3:g}" height="26" rx="4" '
+            f'fill="rgba(128,128,128,.2)" stroke="currentColor" stroke-opacity=".6"/>'
+        )
+        parts.append(_text(left + block_size * scale / 2 - 1.5, 88, block))
+    parts.append(_text(LEFT - 12, 54, "tokens", text_anchor="end", font_weight="600"))
+    parts.append(_text(LEFT - 12, 88, "blocks", text_anchor="end", font_weight="600"))
+    label = ", ".join(f"{name} {tokens} tokens" for name, tokens in parts_of.items())
+    return _svg(LEFT + len(block_ids) * block_size * scale + 30, 104, parts, label)

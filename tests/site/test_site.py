@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -130,8 +131,14 @@ def test_a_chapter_can_be_copied_launched_and_left(page: Page, address: str, nam
     assert any("colab" in link for link in launch)
     assert any("binder" in link for link in launch)
     assert page.locator(".prev-next-footer a").count() == 2
-    assert "CC BY 4.0" in " ".join(page.locator("footer").all_inner_texts())
     assert page.locator("div.admonition.solution.dropdown").count() >= 3
+
+
+@every_page
+def test_every_page_names_both_licenses(name: str) -> None:
+    _, _, footer = (SITE / name).read_text(encoding="utf-8").partition("<footer")
+    assert "MIT license" in footer
+    assert "CC BY 4.0" in footer
 
 
 def test_formulas_are_set(page: Page, address: str) -> None:
@@ -155,6 +162,7 @@ class Links(HTMLParser):
             self.links.append(link)
 
 
+@cache
 def parsed(path: Path) -> Links:
     links = Links()
     links.feed(path.read_text(encoding="utf-8"))
@@ -166,7 +174,7 @@ def internal(name: str) -> Iterator[tuple[str, Path, str]]:
         parts = urlsplit(link)
         if not parts.scheme and not parts.netloc:
             target = (SITE / name).parent / unquote(parts.path) if parts.path else SITE / name
-            yield link, target, unquote(parts.fragment)
+            yield link, target.resolve(), unquote(parts.fragment)
 
 
 @every_page

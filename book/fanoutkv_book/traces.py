@@ -1,0 +1,67 @@
+"""Request traces with prefix structure, and a workload of the same kind where they are missing."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a trace: seconds since the start, lengths in tokens, an id for each block."""
+
+    seconds: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+    def tokens(self) -> NDArray[np.int64]:
+        """Return token ids that are equal for two requests just where their hash ids are."""
+        return np.repeat(np.array(self.hash_ids, dtype=np.int64), BLOCK)[: self.input_length]
+
+
+def conversation(limit: int) -> tuple[str, list[Arrival]]:
+    """Return where the requests come from, and the first `limit` of them.
+
+    They are read from `conversation_trace.jsonl` of the Mooncake release (Apache-2.0), in the
+    folder that FANOUTKV_TRACES names, or in `../shared/traces` beside the repository. Where there
+    is none, requests with similar lengths and sharing are made up.
+    """
+    beside = Path(__file__).resolve().parents[3] / "shared" / "traces"
+    path = Path(os.environ.get("FANOUTKV_TRACES", beside)) / "conversation_trace.jsonl"
+    if not path.exists():
+        return "made up, since the trace is not here", made_up(limit)
+    with path.open() as lines:
+        rows = [json.loads(line) for line, _ in zip(lines, range(limit), strict=False)]
+    return "the conversation trace", [
+        Arrival(r["timestamp"] / 1000, r["input_length"], r["output_length"], tuple(r["hash_ids"]))
+        for r in rows
+    ]
+
+
+def made_up(limit: int, seed: int = 0) -> list[Arrival]:
+    """Return conversations that come back with more to say, 3.4 requests a second in the mean.
+
+    Two in five requests continue an earlier one of the last 300; all share their first block, as
+    those of the trace do.
+    """
+    rng = np.random.default_rng(seed)
+    arrivals: list[Arrival] = []
+    seconds, fresh = 0.0, iter(range(1, 10**9))
+    for _ in range(limit):
+        seconds += float(rng.exponential(1 / 3.4))
+        old: tuple[int, ...] = (0,)
+        if arrivals and rng.random() < 0.4:
+            old = arrivals[-1 - int(rng.integers(min(300, len(arrivals))))].hash_ids
+        new = 1 + int(rng.lognormal(2.4, 0.9))
+        ids = old + tuple(next(fresh) for _ in range(new))
+        length = len(ids) * BLOCK - int(rng.integers(BLOCK))
+        arrivals.append(Arrival(seconds, length, 1 + int(rng.exponential(342)), ids))
+    return arrivals
