@@ -14,8 +14,10 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from types import ModuleType
+from typing import Any
 
 import peers
 from timing import compare, median_us
@@ -33,6 +35,14 @@ def fresh_keys(numbers: Iterator[int]) -> list[bytes]:
     return [next(numbers).to_bytes(32, "big") for _ in range(PREFIX)]
 
 
+def fan_out(pool: Any, tables: list[Any], backwards: list[Any]) -> None:
+    """Let many requests hit the same blocks, and leave; the calls are the same for both pools."""
+    for table in tables:
+        pool.touch(table)
+    for table in backwards:
+        pool.free_blocks(table)
+
+
 def our_cases() -> dict[str, Case]:
     """Return each case as a function, all on one pool of ours."""
     pool = BlockPool(BLOCKS)
@@ -42,17 +52,7 @@ def our_cases() -> dict[str, Case]:
     keys = fresh_keys(count(1))
     pool.cache_full_blocks(shared, keys)
 
-    def fan_out() -> None:
-        for _ in range(READERS):
-            pool.touch(shared)
-        for _ in range(READERS):
-            pool.free_blocks(shared[::-1])
-
-    def fan_out_of_orders() -> None:
-        for table in tables:
-            pool.touch(table)
-        for table in tables:
-            pool.free_blocks(table)
+    same = [shared] * READERS, [shared[::-1]] * READERS
 
     def lookup() -> None:
         for key in keys:
@@ -77,8 +77,10 @@ def our_cases() -> dict[str, Case]:
     for _ in range(BLOCKS // PREFIX + 1):
         cycle()
     return {
-        f"touch+free: {READERS} requests x {PREFIX} shared blocks": fan_out,
-        f"touch+free: the same, {READERS} lists of different order": fan_out_of_orders,
+        f"touch+free: {READERS} requests x {PREFIX} shared blocks": partial(fan_out, pool, *same),
+        f"touch+free: the same, {READERS} lists of different order": partial(
+            fan_out, pool, tables, tables
+        ),
         f"look-up of {PREFIX} cached blocks, a key at a time": lookup,
         f"touch+free: {PREFIX} blocks out of the free queue": revive,
         f"allocate+publish+free {PREFIX} blocks, each evicting one": cycle,
@@ -99,17 +101,7 @@ def vllm_cases(utils: ModuleType, block_pool: ModuleType) -> list[Case]:
     for i, block in enumerate(shared):
         pool._insert_block_hash(key(i + 1), block, 16)
 
-    def fan_out() -> None:
-        for _ in range(READERS):
-            pool.touch(shared)
-        for _ in range(READERS):
-            pool.free_blocks(reversed(shared))
-
-    def fan_out_of_orders() -> None:
-        for table in tables:
-            pool.touch(table)
-        for table in tables:
-            pool.free_blocks(table)
+    same = [shared] * READERS, [shared[::-1]] * READERS
 
     def lookup() -> None:
         for block_hash in hashes:
@@ -136,7 +128,8 @@ def vllm_cases(utils: ModuleType, block_pool: ModuleType) -> list[Case]:
     stock = iter([[key(next(numbers)) for _ in range(PREFIX)] for _ in range(600)])
     for _ in range(BLOCKS // PREFIX + 1):
         cycle()
-    return [fan_out, fan_out_of_orders, lookup, revive, cycle]
+    orders = [partial(fan_out, pool, *same), partial(fan_out, pool, tables, tables)]
+    return [*orders, lookup, revive, cycle]
 
 
 def growth() -> None:

@@ -107,6 +107,17 @@ class _Held:
     num_published: int = 0
 
 
+@dataclass(eq=False)
+class _Step:
+    """What `allocate_slots` is about to do: the blocks that join and leave, and how far it goes."""
+
+    table: BlockTable
+    hits: NDArray[np.int32]
+    leaving: NDArray[np.int64]
+    computed: int
+    total: int
+
+
 class KVCacheManager:
     """The KV cache of one model on one device, as its scheduler sees it.
 
@@ -236,12 +247,12 @@ class KVCacheManager:
         computed = request.num_computed_tokens + num_new_computed_tokens
         ready = computed + num_external_computed_tokens
         total = ready + num_new_tokens + num_lookahead_tokens
-        leaving = self._outside_window(table, computed)
-        if self._shortage(table, hits, leaving, computed, total) > 0:
+        step = _Step(table, hits, self._outside_window(table, computed), computed, total)
+        if self._shortage(step) > 0:
             return None
         # From here on nothing can fail.
         old = len(table.block_ids) + len(hits)
-        self._commit(table, hits, leaving, computed, total)
+        self._commit(step)
         table.num_tokens = ready + num_new_tokens
         if held is None:
             self._held[request.request_id] = _Held(table, computed // self.block_size)
@@ -251,22 +262,16 @@ class KVCacheManager:
             self.cache_blocks(request, ready + num_new_tokens)
         return table.block_ids[old:]
 
-    def _commit(
-        self,
-        table: BlockTable,
-        hits: NDArray[np.int32],
-        leaving: NDArray[np.int64],
-        computed: int,
-        total: int,
-    ) -> None:
+    def _commit(self, step: _Step) -> None:
         """Move the blocks of a step that is known to fit, in the one order that is safe."""
+        table = step.table
         # What was hit gets its reader before anything is taken: the taking may evict.
-        self.pool.touch(hits)
-        table.append(hits)
-        self.pool.free_blocks(table.block_ids[leaving][::-1])
-        table.block_ids[leaving] = self.pool.null_block
-        table.num_tokens = computed
-        self._copies.append(prepare_write([table], total - computed))
+        self.pool.touch(step.hits)
+        table.append(step.hits)
+        self.pool.free_blocks(table.block_ids[step.leaving][::-1])
+        table.block_ids[step.leaving] = self.pool.null_block
+        table.num_tokens = step.computed
+        self._copies.append(prepare_write([table], step.total - step.computed))
 
     def _find_again(self, request: Request, num_tokens: int) -> NDArray[np.int32]:
         """Return the blocks of a hit of so many tokens, or raise if it is no longer there."""
@@ -288,24 +293,17 @@ class KVCacheManager:
         passed = max(0, num_computed_tokens - self.sliding_window + 1) // self.block_size
         return np.flatnonzero(table.block_ids[:passed] != self.pool.null_block)
 
-    def _shortage(
-        self,
-        table: BlockTable,
-        hits: NDArray[np.int32],
-        leaving: NDArray[np.int64],
-        computed: int,
-        total: int,
-    ) -> int:
+    def _shortage(self, step: _Step) -> int:
         """Return how many blocks are missing for a step; 0 or less if it fits."""
-        count = self.pool.ref_cnt
-        missing = -(-total // self.block_size) - len(table.block_ids) - len(hits)
+        count, old = self.pool.ref_cnt, step.table.block_ids
+        missing = -(-step.total // self.block_size) - len(old) - len(step.hits)
         # A hit that ends inside a block has a name there; else the table knows its own.
-        copies = 1 if len(hits) and computed % self.block_size else 0
-        needed = max(0, missing) + copies + len(places_to_replace(table, computed, total))
+        copies = 1 if len(step.hits) and step.computed % self.block_size else 0
+        copies += len(places_to_replace(step.table, step.computed, step.total))
         # A hit that nobody reads stands in the free queue, and will not be free any more.
-        idle = np.count_nonzero(count[hits] == 0)
-        gained = np.count_nonzero(count[table.block_ids[leaving]] == 1)
-        return int(needed + idle - gained - self.pool.num_free_blocks)
+        idle = np.count_nonzero(count[step.hits] == 0)
+        gained = np.count_nonzero(count[old[step.leaving]] == 1)
+        return int(max(0, missing) + copies + idle - gained - self.pool.num_free_blocks)
 
     def _record(self, request: Request, num_hits: int) -> None:
         """Count a request once it has slots: an attempt that failed is not a second request."""
