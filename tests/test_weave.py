@@ -17,6 +17,7 @@ nbformat = pytest.importorskip("nbformat")
 BOOK = Path(__file__).resolve().parents[1] / "book"
 sys.path.insert(0, str(BOOK))
 
+import notebooks  # noqa: E402
 import weave  # noqa: E402
 
 COUNTER = '''
@@ -695,7 +696,7 @@ def test_scrub_takes_out_colors_and_places() -> None:
         "File /usr/lib/python3.11/json/decoder.py:2\n"
         "<object at 0x7f0011223344> /tmp/ipykernel_12/345.py:1"
     )
-    assert weave.scrub(text, root) == (
+    assert notebooks.scrub(text, root) == (
         "File fanoutkv/blocks.py:3\n"
         "File site-packages/numpy/core.py:1\n"
         "File python3.11/json/decoder.py:2\n"
