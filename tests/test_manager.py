@@ -21,6 +21,7 @@ from fanoutkv import (
     Request,
     StaleIndexError,
 )
+from fanoutkv_book.explore import ManagerWorld, explore
 
 SIZE = 4
 
@@ -357,6 +358,13 @@ def test_senseless_managers_and_requests_are_refused() -> None:
             KVCacheManager(20, SIZE, **kwargs)  # type: ignore[arg-type]
     with pytest.raises(BadArgumentError):
         request("1", [])
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 2}])
+def test_every_small_world_of_requests_is_right(options: dict[str, int]) -> None:
+    report = explore(ManagerWorld(**options))
+    assert not report.fault, report
+    assert report.states > 1000
 
 
 class Serving(RuleBasedStateMachine):

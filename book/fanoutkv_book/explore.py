@@ -14,7 +14,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fanoutkv import BlockPool, BlockTable, InvariantError, PoolExhaustedError, prepare_write
+from fanoutkv import (
+    BlockPool,
+    BlockTable,
+    InvariantError,
+    KVCacheManager,
+    PoolExhaustedError,
+    Request,
+    prepare_write,
+)
 
 Move = tuple[str, Callable[[Any], None]]
 
@@ -272,3 +280,105 @@ class ForkWorld:
         return repr(
             ([[name[b] for b in r] for r in rows], self.texts, held, len(self.pool.free_queue))
         )
+
+
+class ManagerWorld:
+    """Two requests at most, with prompts of four tokens that share two, in blocks of two.
+
+    They come, compute so many tokens a step, are preempted, and leave; a block may lose its name.
+    K/V are numbers that really move, and each request must read its own tokens.
+    """
+
+    PROMPTS = ((0, 0, 0, 0), (0, 0, 1, 1))
+
+    def __init__(
+        self,
+        manager_class: type[KVCacheManager] = KVCacheManager,
+        *,
+        chunks: Sequence[int] = (2,),
+        **options: Any,
+    ) -> None:
+        """Begin with four usable blocks and nobody."""
+        self.manager, self.chunks = manager_class(5, 2, **options), chunks
+        self.places = np.full((5, 2), -1)
+        self.requests: list[Request] = []
+        self.next_name = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the hashers out: they can be made again, and cannot be copied."""
+        for request in self.requests:
+            request._hasher = None
+        return vars(self)
+
+    def moves(self) -> Iterator[Move]:
+        """Yield every step."""
+        if len(self.requests) < 2:
+            for prompt in self.PROMPTS:
+                yield f"a request comes with {prompt}", lambda w, p=prompt: w.come(p)
+        for i, request in enumerate(self.requests):
+            yield f"request {i} leaves", lambda w, i=i: w.leave(i)
+            if len(self.manager.block_ids(request)):
+                yield f"request {i} is preempted", lambda w, i=i: w.preempt(i)
+            for new in self.chunks:
+                yield f"request {i} asks for {new}", lambda w, i=i, new=new: w.step(i, new)
+        for block in np.flatnonzero(self.manager.pool._is_cached).tolist():
+            yield (
+                f"block {block} is evicted by name",
+                lambda w, b=block: w.manager.pool.evict_blocks([b]),
+            )
+
+    def come(self, prompt: Sequence[int]) -> None:
+        """Add a request that has no slots yet."""
+        self.requests.append(Request(str(self.next_name), np.array(prompt)))
+        self.next_name += 1
+
+    def leave(self, i: int) -> None:
+        """Let a request go."""
+        self.manager.free(self.requests.pop(i))
+
+    def preempt(self, i: int) -> None:
+        """Send a request away."""
+        self.manager.preempt(self.requests[i])
+
+    def step(self, i: int, wanted: int) -> None:
+        """Compute up to `wanted` tokens of the prompt, if they fit and are not computed yet."""
+        request = self.requests[i]
+        _, hit = self.manager.get_computed_blocks(request)
+        new = min(wanted, request.num_tokens - request.num_computed_tokens - hit)
+        if request.num_computed_tokens == request.num_tokens:
+            return
+        if self.manager.allocate_slots(request, new, num_new_computed_tokens=hit) is None:
+            return
+        pairs = self.manager.take_block_copies()
+        self.places[pairs[:, 1]] = self.places[pairs[:, 0]]
+        start, end = request.num_computed_tokens, request.num_computed_tokens + new
+        rows = self.manager.block_ids(request)
+        for position in range(start, end):
+            self.places[rows[position // 2], position % 2] = request.all_token_ids[position]
+        request.num_computed_tokens = end
+
+    def check(self) -> None:
+        """Prove the ledger's laws, and that everybody reads its own tokens."""
+        self.manager.check_invariants()
+        for request in self.requests:
+            done = request.num_computed_tokens
+            read = self.places[self.manager.block_ids(request)].ravel()[:done].tolist()
+            if read != request.all_token_ids[:done].tolist():
+                raise InvariantError(f"{request.all_token_ids[:done]} is read as {read}")
+
+    def canonical(self) -> Hashable:
+        """Describe the state with blocks renamed in order of appearance."""
+        pool = self.manager.pool
+        line = pool.free_queue.cached_blocks().tolist()
+        rows = [self.manager.block_ids(request).tolist() for request in self.requests]
+        order = list(dict.fromkeys([*line, *(block for row in rows for block in row)]))
+        name = {block: i for i, block in enumerate(order)}
+        blocks = [
+            (int(pool.ref_cnt[b]), pool.block_hash[b], self.places[b].tolist()) for b in order
+        ]
+        people = [
+            (r.all_token_ids.tolist(), r.num_computed_tokens, bool(r.num_preemptions))
+            for r in self.requests
+        ]
+        found = sorted((key, name.get(b, -1)) for key, b in pool._block_of.items())
+        return repr((len(line), [[name[b] for b in row] for row in rows], blocks, people, found))
