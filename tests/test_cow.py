@@ -22,7 +22,8 @@ from fanoutkv.cow import (
     reparent,
     select_beams,
 )
-from fanoutkv_book.explore import ForkWorld, Move, explore
+from fanoutkv_book.explore import Move, explore
+from fanoutkv_book.worlds import ForkWorld
 
 SIZE = 4
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from fanoutkv import BlockPool
-from fanoutkv_book.explore import LedgerWorld, Move, explore
+from fanoutkv_book.explore import Move, explore
+from fanoutkv_book.worlds import LedgerWorld
 
 
 class Counter:

@@ -21,7 +21,8 @@ from fanoutkv import (
     Request,
     StaleIndexError,
 )
-from fanoutkv_book.explore import ManagerWorld, explore
+from fanoutkv_book.explore import explore
+from fanoutkv_book.worlds import ManagerWorld
 
 SIZE = 4
 

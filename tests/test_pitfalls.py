@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import fanoutkv
-from fanoutkv_book.explore import LedgerWorld, Report, explore
+from fanoutkv_book.explore import Report, explore
+from fanoutkv_book.worlds import LedgerWorld
 
 BOOK = Path(__file__).parent.parent / "book"
 
