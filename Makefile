@@ -100,7 +100,12 @@ lab: $(VENV)/lab.stamp
 	@echo "== JupyterLab"
 	@$(BIN)/jupyter lab book
 
-bench: $(VENV)/test.stamp
+$(VENV)/bench.stamp: $(VENV)/test.stamp
+	@echo "== installing what the peers' files import"
+	@$(BIN)/python -m pip install --quiet --editable '.[bench]' --constraint constraints.txt
+	@touch $@
+
+bench: $(VENV)/bench.stamp
 	@echo "== benchmarks"
 	@for file in $(filter-out benchmarks/peers.py benchmarks/timing.py,$(wildcard benchmarks/*.py)); do \
 	  $(BIN)/python $$file || exit 1; done

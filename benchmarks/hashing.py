@@ -2,7 +2,7 @@
 
     python benchmarks/hashing.py
 
-The peer needs `pip`, and the packages that vLLM's files import (torch, xxhash, cbor2, msgspec);
+The peer needs `pip`, and the packages that vLLM's files import (the extra `bench`);
 without them only our side is timed, and the run says so.
 """
 
