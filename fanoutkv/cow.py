@@ -48,8 +48,16 @@ class BlockTable:
         return self._row[: self._num_blocks]
 
     def append(self, block_ids: ArrayLike) -> None:
-        """Add blocks that the caller has taken or touched for this table; amortized O(1) each."""
-        new = np.asarray(block_ids, dtype=np.int32)
+        """Add blocks that the caller has taken or touched for this table; amortized O(1) each.
+
+        Raises:
+            BadArgumentError: an id is no integer, or there is no such block; nothing has changed.
+        """
+        new = np.asarray(block_ids)
+        if new.size and (
+            new.dtype.kind not in "iu" or new.min() < 0 or new.max() >= self.pool.num_blocks
+        ):
+            raise BadArgumentError(f"{new.tolist()} are not all blocks of this pool")
         end = self._num_blocks + len(new)
         if end > len(self._row):
             self._row = np.resize(self._row, max(end, 2 * len(self._row)))
@@ -159,12 +167,19 @@ def places_to_replace(
         start: the first token that will be written.
         stop: the token after the last one.
         leaving: how many readers each block has lost in this step already; it is kept up.
+
+    Raises:
+        BadArgumentError: a token would go where the table has the null block.
     """
     leaving = Counter() if leaving is None else leaving
     last = -(-stop // table.block_size) if stop > start else 0
     places = []
     for place in range(start // table.block_size, min(last, len(table.block_ids))):
         block = int(table.block_ids[place])
+        if block == table.pool.null_block:
+            raise BadArgumentError(
+                f"token {start} lies behind the window: its block was given back"
+            )
         alone = table.pool.ref_cnt[block] - leaving[block] == 1
         if not alone or table.pool._is_cached[block]:
             places.append(place)
@@ -289,7 +304,8 @@ def move_group(tables: Sequence[BlockTable], target: BlockPool) -> NDArray[np.in
         target: the pool to move to.
 
     Returns:
-        int32[k, 2], pairs (block in the old pool, block in the target) to copy.
+        int32[k, 2], pairs (block in the old pool, block in the target) to copy before either pool
+        hands out another block: the old ones are free already.
 
     Raises:
         PoolExhaustedError: the target cannot take all of them; then nothing has changed.

@@ -727,3 +727,24 @@ def test_tokens_that_were_taken_back_are_not_written_over_in_shared_blocks() -> 
     assert memory.read(table) == [1, 2, 3, 94, 95, 96, 97]
     assert memory.read(other) == [1, 2, 3, 4, 5, 6, 7, 8]
     pool.check_invariants([table.block_ids, other.block_ids])
+
+
+@pytest.mark.parametrize("ids", [[1.5], [9], [-1], [2**40 + 3], ["1"]])
+def test_what_is_no_block_does_not_enter_a_table(ids: list[int]) -> None:
+    table = started(BlockPool(9), 3)
+    before = table.block_ids.tolist()
+    with pytest.raises(BadArgumentError):
+        table.append(ids)
+    assert table.block_ids.tolist() == before
+
+
+def test_nobody_writes_behind_the_window() -> None:
+    pool = BlockPool(9)
+    table = started(pool, 6)
+    pool.free_blocks(table.block_ids[:1])
+    table.block_ids[0] = pool.null_block
+    table.num_tokens = 3
+    before = state(pool, [table])
+    with pytest.raises(BadArgumentError, match="window"):
+        prepare_write([table])
+    assert state(pool, [table]) == before
