@@ -240,7 +240,7 @@ def plotted(figure: Figure, label: str) -> Picture:
     for axis in figure.axes:
         if legend := axis.get_legend():
             legend.set_frame_on(False)
-            for words in legend.get_texts():
+            for words in [legend.get_title(), *legend.get_texts()]:
                 words.set_color(INK)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fanoutkv"}), StringIO() as file:
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
