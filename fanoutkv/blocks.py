@@ -385,6 +385,13 @@ class BlockPool:
                 "a block already has a full key, and what is published does not change: "
                 f"publish only the new ones of {ids}"
             )
+        if self._partial_keys and any(
+            key in self._partial_keys.get(i, ()) for i, key in zip(ids, block_hashes, strict=True)
+        ):
+            raise BadArgumentError(
+                "a block has this key as a partial key already: a prefix that ends inside a block "
+                "and one that ends with it cannot have one name"
+            )
         if self.enable_kv_cache_events and (not token_ids or len(token_ids) % len(ids)):
             raise BadArgumentError(
                 f"events are enabled, so {len(ids)} full blocks need their token ids, as many for "
@@ -525,6 +532,11 @@ class BlockPool:
     def _leave_queue(self, idle: NDArray[np.intp]) -> None:
         """Take blocks that nobody reads out of the free queue; each must be published."""
         nameless = idle[~self._is_cached[idle]]
+        if self.null_block in nameless:
+            raise StaleIndexError(
+                f"block {self.null_block} cannot be touched: it is the null block, which nobody "
+                "reads; leave it out"
+            )
         if nameless.size:
             raise StaleIndexError(
                 f"block {nameless[0]} cannot be touched: nobody holds it and it has no name, so "
@@ -682,8 +694,8 @@ class BlockPool:
             "no named block is queued among the nameless": stack[named[stack]],
             "no nameless block is queued among the named": line[~named[line]],
             "keys and blocks name each other": [i for _, i in set(carried) ^ set(listed)],
-            "no block is listed twice under a key": [
-                i for (_, i), n in Counter(listed).items() if n > 1
+            "no block has a key twice": [
+                i for (_, i), n in (Counter(listed) | Counter(carried)).items() if n > 1
             ],
             "the column of published blocks is true": np.flatnonzero(self._is_cached != named),
             "nothing published is writable": [

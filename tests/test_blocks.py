@@ -278,6 +278,19 @@ def test_all_names_of_a_block_go_together() -> None:
     pool.check_invariants()
 
 
+def test_a_partial_key_cannot_become_the_full_key_of_its_block() -> None:
+    pool = BlockPool(3)
+    pool.get_new_blocks(2)
+    pool.cache_partial_block(2, b"k", 1)
+    before = snapshot(pool)
+    with pytest.raises(BadArgumentError, match="partial key already"):
+        pool.cache_full_blocks([1, 2], [b"other", b"k"])
+    assert snapshot(pool) == before
+    pool.free_blocks([1, 2])
+    pool.get_new_blocks(2)
+    pool.check_invariants()
+
+
 def test_a_block_with_a_partial_key_only_is_cached_and_frozen() -> None:
     pool = BlockPool(3)
     pool.get_new_blocks(2)
@@ -384,7 +397,7 @@ def test_an_event_carries_what_a_listener_needs() -> None:
         ("name each other", lambda p: p.block_hash.__setitem__(1, None)),
         ("name each other", lambda p: p._block_of.__setitem__(b"1", 2)),
         ("name each other", lambda p: p._partial_keys.clear()),
-        ("listed twice", lambda p: p._duplicates.__setitem__(b"1", [1])),
+        ("key twice", lambda p: p._duplicates.__setitem__(b"1", [1])),
         ("column of published", lambda p: p._is_cached.__setitem__(3, True)),
         ("column of published", lambda p: p._is_cached.__setitem__(1, False)),
         ("queue says", lambda p: setattr(p.free_queue, "_num_lined", 0)),

@@ -114,11 +114,17 @@ def draw_pool(
         parts.append(_text(LEFT - 12, y + 18, name, text_anchor="end", font_weight="600"))
         for i, block in enumerate(map(int, table)):
             x, red = LEFT + i * step, block in wrong
+            # A line leaves its cell downwards, passes the rows below in the gap beside their
+            # cells, and bends to its block.
+            center, last = x + CELL / 2, 14 + 40 * (len(tables) - 1) + 26
+            gap = center if y + 26 == last else x - GAP / 2
+            bend = f"C{center:g},{y + 36:g} {gap:g},{y + 30:g} {gap:g},{y + 40:g} L{gap:g},{last:g}"
             parts.append(
-                f'<path d="M{x + CELL / 2:g},{y + 26:g} C{x + CELL / 2:g},{top - 24:g} '
-                f'{x_of[block] + CELL / 2:g},{y + 40:g} {x_of[block] + CELL / 2:g},{top:g}" '
-                f'fill="none" stroke="{RED if red else "currentColor"}" '
-                f'stroke-opacity="{0.9 if red else 0.35}" stroke-width="{2 if red else 1.2}"/>'
+                f'<path d="M{center:g},{y + 26:g} {bend if gap != center else ""} '
+                f"C{gap:g},{last + 24:g} {x_of[block] + CELL / 2:g},{last + 10:g} "
+                f'{x_of[block] + CELL / 2:g},{top:g}" fill="none" '
+                f'stroke="{RED if red else "currentColor"}" '
+                f'stroke-opacity="{0.9 if red else 0.45}" stroke-width="{2 if red else 1.2}"/>'
             )
             parts.append(
                 f'<rect x="{x:g}" y="{y:g}" width="{CELL}" height="26" rx="4" '
@@ -155,7 +161,7 @@ def _draw_queue(
         parts.append(_text(LEFT, y + 19, "empty", text_anchor="start"))
     for i, block in enumerate(queue):
         x = LEFT + i * (CELL + GAP)
-        fill = FILLS["cached, unread" if pool._is_cached[block] else "free"]
+        fill = FILLS[state_of(pool, block)]
         stroke, width = (RED, 2.5) if block in wrong else ("currentColor", 1)
         parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{CELL}" height="28" rx="14" fill="{fill}" '
