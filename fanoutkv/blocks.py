@@ -40,6 +40,11 @@ class InvariantError(FanoutKVError, AssertionError):
     """A law of the ledger does not hold: the bookkeeping itself is wrong."""
 
 
+def is_whole(value: object) -> bool:
+    """Whether a value is an integer; True and False are none, although Python says so."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 class FreeBlockQueue:
     """The blocks that nobody reads, in the order in which they will be reused.
 
@@ -203,12 +208,13 @@ class BlockPool:
         self, num_blocks: int, *, enable_caching: bool = True, enable_kv_cache_events: bool = False
     ) -> None:
         """Create a pool in which every block but the null block is free and nameless."""
-        if not isinstance(num_blocks, int | np.integer) or num_blocks < 2:
+        if not is_whole(num_blocks) or num_blocks < 2:
             raise BadArgumentError(
                 f"a pool of {num_blocks!r} blocks cannot serve anybody: block 0 is the null block, "
                 "so ask for at least 2"
             )
-        self.num_blocks = num_blocks
+        # An int of NumPy's small types would overflow where sizes are computed from it.
+        self.num_blocks = num_blocks = int(num_blocks)
         self.enable_caching = enable_caching
         self.enable_kv_cache_events = enable_kv_cache_events
         self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)
@@ -236,7 +242,10 @@ class BlockPool:
 
     def _checked(self, block_ids: ArrayLike) -> NDArray[np.intp]:
         """Return distinct, existing ids as an index array, or raise `BadArgumentError`."""
-        ids = np.asarray(block_ids)
+        try:
+            ids = np.asarray(block_ids)
+        except ValueError as ragged:
+            raise BadArgumentError(f"block ids must be a flat list: {ragged}") from ragged
         if ids.dtype != np.int32:
             ids = self._as_int32(ids)
         # A fan-out passes the same list again and again; what is true of a list of ids does not
@@ -298,7 +307,7 @@ class BlockPool:
 
         vLLM 0.33: `BlockPool.get_new_blocks`.
         """
-        if not isinstance(num_blocks, int | np.integer) or num_blocks < 0:
+        if not is_whole(num_blocks) or num_blocks < 0:
             raise BadArgumentError(
                 f"cannot hand out {num_blocks!r} blocks: ask for a whole number, 0 or more"
             )
@@ -357,7 +366,7 @@ class BlockPool:
         block_hashes: Sequence[bytes],
         *,
         parent_block_hash: bytes | None = None,
-        token_ids: Sequence[int] = (),
+        token_ids: Sequence[int] | NDArray[np.integer] = (),
         lora_name: str | None = None,
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
     ) -> None:
@@ -392,20 +401,21 @@ class BlockPool:
                 "a block has this key as a partial key already: a prefix that ends inside a block "
                 "and one that ends with it cannot have one name"
             )
-        if self.enable_kv_cache_events and (not token_ids or len(token_ids) % len(ids)):
+        if not self.enable_caching or not ids:
+            return
+        if self.enable_kv_cache_events and (not len(token_ids) or len(token_ids) % len(ids)):
             raise BadArgumentError(
                 f"events are enabled, so {len(ids)} full blocks need their token ids, as many for "
                 f"each; {len(token_ids)} were given"
             )
-        if not self.enable_caching or not ids:
-            return
+        if extra_keys is not None and len(extra_keys) != len(ids):
+            raise BadArgumentError(f"{len(ids)} blocks, and extra keys for {len(extra_keys)}")
         self.block_hash[index] = np.array(block_hashes, dtype=np.object_)
         new = self._insert_keys(block_hashes, ids)
         self._is_cached[index] = True
         if self.enable_kv_cache_events:
-            self._emit_stored(
-                block_hashes, new, parent_block_hash, list(token_ids), lora_name, extra_keys
-            )
+            tokens = np.asarray(token_ids).tolist()
+            self._emit_stored(block_hashes, new, parent_block_hash, tokens, lora_name, extra_keys)
 
     def _check_publishable(self, index: NDArray[np.intp], block_hashes: Sequence[bytes]) -> None:
         """Raise `BadArgumentError` unless there is a hash a block and every block is held."""
@@ -552,6 +562,8 @@ class BlockPool:
 
         vLLM 0.33: `BlockPool.is_block_writable`.
         """
+        if not is_whole(block_id):
+            raise BadArgumentError(f"a block id is an integer, not {block_id!r}")
         if not 0 <= block_id < self.num_blocks:
             raise self._explain(np.array([block_id]))
         return bool(self.ref_cnt[block_id] == 1 and not self._is_cached[block_id])
@@ -563,7 +575,8 @@ class BlockPool:
         num_tokens: int,
         *,
         parent_block_hash: bytes | None = None,
-        token_ids: Sequence[int] = (),
+        token_ids: Sequence[int] | NDArray[np.integer] = (),
+        lora_name: str | None = None,
     ) -> None:
         """Make the first tokens of a block findable under a key of their own; nothing is copied.
 
@@ -575,7 +588,9 @@ class BlockPool:
             block_hash: the chained hash of the prefix that ends inside this block.
             num_tokens: how many tokens of this block that prefix covers; 1 or more.
             parent_block_hash: for the event: the hash of the prefix before `token_ids`.
-            token_ids: for the event: the tokens that this key adds to its parent.
+            token_ids: for the event: the tokens that this key adds to its parent; needed only when
+                events are enabled.
+            lora_name: the adapter, for the event.
 
         Raises:
             BadArgumentError: no such block, held by nobody, a hash that is not bytes, or
@@ -586,16 +601,19 @@ class BlockPool:
         index = self._checked([block_id])
         block_id = int(index[0])
         self._check_publishable(index, [block_hash])
-        if num_tokens < 1:
-            raise BadArgumentError(f"a partial key covers at least 1 token, not {num_tokens}")
+        if not is_whole(num_tokens) or num_tokens < 1:
+            raise BadArgumentError(f"a partial key covers 1 token or more, not {num_tokens!r}")
         keys = self._partial_keys.get(block_id, {})
         if not self.enable_caching or block_hash in keys or block_hash == self.block_hash[block_id]:
             return
-        self._partial_keys.setdefault(block_id, {})[block_hash] = num_tokens
+        if self.enable_kv_cache_events and not len(token_ids):
+            raise BadArgumentError("events are enabled, so a partial key needs its token ids")
+        self._partial_keys.setdefault(block_id, {})[block_hash] = int(num_tokens)
         new = self._insert_keys([block_hash], [block_id])
         self._is_cached[block_id] = True
         if self.enable_kv_cache_events:
-            self._emit_stored([block_hash], new, parent_block_hash, list(token_ids), None, None)
+            tokens = np.asarray(token_ids).tolist()
+            self._emit_stored([block_hash], new, parent_block_hash, tokens, lora_name, None)
 
     def evict_blocks(self, block_ids: ArrayLike) -> None:
         """Take the names of blocks, not their memory: readers go on, nobody new finds them.
@@ -704,9 +722,10 @@ class BlockPool:
         }
         if tables is not None:
             held = [np.asarray(table, dtype=np.intp) for table in tables]
-            readers = np.bincount(
-                np.concatenate([*held, []]).astype(np.intp), minlength=self.num_blocks
-            )
+            in_tables = np.concatenate([*held, np.zeros(0, dtype=np.intp)])
+            if in_tables.size and not (in_tables.min() >= 0 and in_tables.max() < self.num_blocks):
+                raise InvariantError(f"a table names a block outside 0 to {self.num_blocks - 1}")
+            readers = np.bincount(in_tables, minlength=self.num_blocks)
             readers[self.null_block] = 0
             laws["each count is the number of tables that name the block"] = np.flatnonzero(
                 self.ref_cnt != readers

@@ -397,7 +397,16 @@ class KVCacheManager:
         partial = last_partial_key(hashes, self.hash_block_size, self.block_size)
         if partial is not None and self.pool.is_block_writable(int(table.block_ids[partial[0]])):
             block, num_tokens, key = partial
-            self.pool.cache_partial_block(int(table.block_ids[block]), key, num_tokens)
+            full = full_block_hashes(hashes, self.hash_block_size, self.block_size)
+            start = block * self.block_size
+            self.pool.cache_partial_block(
+                int(table.block_ids[block]),
+                key,
+                num_tokens,
+                parent_block_hash=full[block - 1] if block else None,
+                token_ids=request.all_token_ids[start : start + num_tokens],
+                lora_name=request.lora_name,
+            )
 
     def preempt(self, request: Request) -> None:
         """Send a request away to make room; it will come back and look for its own blocks."""

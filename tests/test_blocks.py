@@ -52,7 +52,7 @@ def pool_in_use() -> BlockPool:
     pool = BlockPool(7, enable_kv_cache_events=True)
     pool.get_new_blocks(4)
     pool.cache_full_blocks([1, 2, 4], [b"1", b"2", b"4"], token_ids=[1, 2, 4])
-    pool.cache_partial_block(2, b"2a", 1)
+    pool.cache_partial_block(2, b"2a", 1, token_ids=[2])
     pool.free_blocks([4])
     return pool
 
@@ -165,6 +165,58 @@ def test_the_smallest_pool_has_one_block_to_give() -> None:
     assert pool.get_new_blocks(1).tolist() == [1]
     assert not pool.is_block_writable(0), "the null block is nobody's to write"
     assert pool.is_block_writable(1)
+
+
+def test_a_publication_that_cannot_be_announced_is_refused_whole() -> None:
+    for publish in (
+        lambda p: p.cache_full_blocks([3], [b"x"], token_ids=[3], extra_keys=[]),
+        lambda p: p.cache_full_blocks([3], [b"x"], token_ids=[3], extra_keys=[None, None]),
+        lambda p: p.cache_full_blocks([3], [b"x"], token_ids=np.array([], dtype=int)),
+        lambda p: p.cache_partial_block(3, b"x", 1),
+        lambda p: p.cache_partial_block(3, b"x", 1.5, token_ids=[3]),
+        lambda p: p.cache_partial_block(3, b"x", "1", token_ids=[3]),
+    ):
+        pool = pool_in_use()
+        before = snapshot(pool)
+        with pytest.raises(BadArgumentError):
+            publish(pool)
+        assert snapshot(pool) == before
+
+
+def test_tokens_may_come_as_an_array_and_leave_as_plain_numbers() -> None:
+    pool = pool_in_use()
+    pool.take_events()
+    pool.cache_full_blocks([3], [b"x"], token_ids=np.array([7, 8], dtype=np.int32))
+    pool.cache_partial_block(3, b"y", np.int64(1), token_ids=np.array([7]))
+    tokens = [event.token_ids for event in pool.take_events() if isinstance(event, BlockStored)]
+    assert tokens == [[7, 8], [7]]
+    assert {type(token) for row in tokens for token in row} == {int}
+
+
+def test_to_publish_nothing_needs_nothing() -> None:
+    pool = pool_in_use()
+    before = snapshot(pool)
+    pool.cache_full_blocks([], [])
+    assert snapshot(pool) == before
+    quiet = BlockPool(4, enable_caching=False, enable_kv_cache_events=True)
+    quiet.cache_full_blocks(quiet.get_new_blocks(1), [b"x"])
+    assert quiet.take_events() == []
+
+
+@pytest.mark.parametrize("block", [1.5, True, "x", None])
+def test_what_is_no_block_id_is_not_writable_or_not(block: Any) -> None:
+    with pytest.raises(BadArgumentError):
+        pool_in_use().is_block_writable(block)
+
+
+def test_odd_numbers_of_blocks() -> None:
+    assert BlockPool(np.int8(100)).num_free_blocks == 99  # type: ignore[arg-type]
+    for call in (lambda p: p.get_new_blocks(True), lambda p: p.touch([[1], [2, 3]])):
+        with pytest.raises(BadArgumentError):
+            call(pool_in_use())
+    for table in ([-1], [7]):
+        with pytest.raises(InvariantError, match="outside"):
+            pool_in_use().check_invariants([[1, 2, 3], table])
 
 
 def test_a_list_that_was_checked_once_is_checked_against_the_state_again() -> None:
@@ -480,7 +532,7 @@ class Ledger(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(held))
         if partial:
             key = key.lower()
-            self.pool.cache_partial_block(block, key, 1)
+            self.pool.cache_partial_block(block, key, 1, token_ids=[1])
         elif block in self.full:
             with pytest.raises(BadArgumentError):
                 self.pool.cache_full_blocks([block], [key], token_ids=[1])
