@@ -24,12 +24,28 @@ from fanoutkv.cow import (
     reparent,
     select_beams,
 )
+from fanoutkv.eviction import (
+    AgingPriorityStrategy,
+    FIFOStrategy,
+    FILOStrategy,
+    LFUStrategy,
+    LRUStrategy,
+    MRUStrategy,
+    PriorityStrategy,
+    Simulation,
+    SLRUStrategy,
+    TLRUStrategy,
+    optimal_hits,
+    simulate,
+)
 from fanoutkv.hashing import BlockHasher, MultiModalFeature, hash_block_tokens, request_block_hashes
 from fanoutkv.manager import KVCacheManager, PrefixCacheStats, Request
+from fanoutkv.radix import ForeignLockError, MatchResult, RadixCache, RadixKey, TreeLock, TreeNode
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgingPriorityStrategy",
     "AllBlocksCleared",
     "BadArgumentError",
     "BlockHasher",
@@ -39,22 +55,39 @@ __all__ = [
     "BlockTable",
     "CacheStats",
     "DoubleFreeError",
+    "FIFOStrategy",
+    "FILOStrategy",
     "FanoutKVError",
+    "ForeignLockError",
     "FreeBlockQueue",
     "InvariantError",
     "KVCacheEvent",
     "KVCacheManager",
+    "LFUStrategy",
+    "LRUStrategy",
+    "MRUStrategy",
+    "MatchResult",
     "MultiModalFeature",
     "PoolExhaustedError",
     "PrefixCacheStats",
+    "PriorityStrategy",
+    "RadixCache",
+    "RadixKey",
     "Request",
+    "SLRUStrategy",
+    "Simulation",
     "StaleIndexError",
+    "TLRUStrategy",
+    "TreeLock",
+    "TreeNode",
     "alias",
     "collect_orphans",
     "hash_block_tokens",
     "move_group",
+    "optimal_hits",
     "prepare_write",
     "reparent",
     "request_block_hashes",
     "select_beams",
+    "simulate",
 ]
