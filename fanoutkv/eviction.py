@@ -126,11 +126,12 @@ class TLRUStrategy:
 
 @dataclass
 class Simulation:
-    """What a replay has seen, in blocks; `protected` and `evictable` hold a value a request."""
+    """What a replay has seen, in blocks; the lists hold a value for each request."""
 
     queries: int = 0
     hits: int = 0
     waits: int = 0
+    missed: list[int] = field(default_factory=list)
     protected: list[int] = field(default_factory=list)
     evictable: list[int] = field(default_factory=list)
 
@@ -174,6 +175,7 @@ def simulate(
         key = RadixKey(blocks)
         seen.queries += len(key)
         if len(key) > capacity:
+            seen.missed.append(len(key))
             continue
         if len(running) == concurrency:
             cache.unlock(running.popleft())
@@ -189,6 +191,7 @@ def simulate(
         running.append(cache.lock(cache.match_prefix(key, count_hit=False).node))
         cache.unlock(lock)
         seen.hits += found.length
+        seen.missed.append(new)
         seen.protected.append(cache.protected_size)
         seen.evictable.append(cache.evictable_size)
     return seen

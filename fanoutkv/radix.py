@@ -273,7 +273,7 @@ class RadixCache:
         page_size: tokens a page; prefixes are known in whole pages.
         free: called with the slots that leave the tree, int32[n].
         strategy: a function of a `TreeNode`; the leaf with the lowest value is evicted first.
-            Its value may change only when the node is matched, inserted through, or becomes a leaf.
+            Its value may change only when the node is used, split, or becomes a leaf.
 
     Attributes:
         root: the node of the empty prefix; it has no slots and is never evicted.
@@ -325,6 +325,12 @@ class RadixCache:
             node = waiting.pop()
             yield node
             waiting += node.children.values()
+
+    def _path(self, node: TreeNode) -> Iterator[TreeNode]:
+        """Yield the nodes from here up to the root, without the root."""
+        while node.parent is not None:
+            yield node
+            node = node.parent
 
     def _name(self, key: RadixKey) -> Hashable:
         """Return what a node with this key is called among its siblings: by its first page."""
@@ -389,6 +395,7 @@ class RadixCache:
         child.parent.children[self._name(child.key)] = upper
         child.key, child.value, child.parent = child.key[at:], child.value[at:].copy(), upper
         upper.children[self._name(child.key)] = child
+        self._offer(child)  # a strategy may look at its length
         return upper
 
     def insert(self, key: RadixKey, value: ArrayLike, *, priority: int = 0) -> int:
@@ -664,12 +671,6 @@ class RadixCache:
                 if node.parent is None or not holds(node, node.parent):
                     raise InvariantError(f"{law}: not so for {node}")
         self._check_sums(nodes, leaves, pool, outside)
-
-    def _path(self, node: TreeNode) -> Iterator[TreeNode]:
-        """Yield the nodes from here up to the root, without the root."""
-        while node.parent is not None:
-            yield node
-            node = node.parent
 
     def _check_sums(
         self,

@@ -111,6 +111,71 @@ def test_pitfall_14_a_full_hit_leaves_nothing_to_compute() -> None:
         manager.allocate_slots(second, second.num_tokens - hit, num_new_computed_tokens=hit)
 
 
+TEXTS = ([1, 2], [1, 2, 3, 4], [1, 2, 5], [6])
+
+
+def planted(cache_class: type[fanoutkv.RadixCache]) -> tuple[fanoutkv.RadixCache, list[int]]:
+    """Return a tree of four prompts, three with a common beginning, and where its slots go."""
+    free: list[int] = []
+    cache = cache_class(free=lambda slots: free.extend(slots.tolist()))
+    for i, text in enumerate(TEXTS):
+        cache.insert(fanoutkv.RadixKey(text), range(10 * i, 10 * i + len(text)))
+    return cache, free
+
+
+def test_pitfall_09_evicting_an_inner_node() -> None:
+    (broken,) = run_cell("pitfall-09").values()
+    for cache_class, orphans in ((fanoutkv.RadixCache, 0), (broken, 3)):
+        cache, free = planted(cache_class)
+        cache.evict(1)
+        reachable = sum(len(node.value) for node in cache.nodes())
+        assert 6 - len(free) - reachable == orphans
+    with pytest.raises(fanoutkv.InvariantError):
+        cache.check_invariants()
+
+
+def test_pitfall_10_locking_the_node_alone() -> None:
+    (broken,) = run_cell("pitfall-10").values()
+    for cache_class, dangling in ((fanoutkv.RadixCache, False), (broken, True)):
+        cache, free = planted(cache_class)
+        rows = {}
+        for text in TEXTS[1:]:
+            node = cache.lock(cache.match_prefix(fanoutkv.RadixKey(text)).node).node
+            rows[tuple(text)] = cache.path_indices(node).tolist()
+        cache.evict(1)  # all leaves are read, and so is everything above them
+        assert any(set(row) & set(free) for row in rows.values()) == dangling
+
+
+def test_pitfall_11_admission_by_free_memory_alone() -> None:
+    (room,) = run_cell("pitfall-11").values()
+    cache, free = planted(fanoutkv.RadixCache)
+    assert room(cache, len(free)) < 3, "it lets nobody in, now and for ever"
+    assert cache.evict(3) >= 3, "although there is room"
+
+
+def test_pitfall_20_indices_that_are_read_after_an_allocation() -> None:
+    (reads_late,) = run_cell("pitfall-20").values()
+    cache, free = planted(fanoutkv.RadixCache)
+    key = fanoutkv.RadixKey(TEXTS[1])
+    promise = cache.match_prefix(key)
+    slots = reads_late(cache, key, lambda: cache.evict(5))
+    assert set(slots.tolist()) & set(free), "the slots are somebody else's by now"
+    with pytest.raises(fanoutkv.StaleIndexError):
+        _ = promise.indices
+
+
+def test_pitfall_21_an_unlock_that_does_not_replay_the_lock() -> None:
+    (broken,) = run_cell("pitfall-21").values()
+    for cache_class, stuck in ((fanoutkv.RadixCache, 0), (broken, 1)):
+        cache, _ = planted(cache_class)
+        lock = cache.lock(cache.match_prefix(fanoutkv.RadixKey(TEXTS[1])).node)
+        cache.match_prefix(fanoutkv.RadixKey([1]))  # a split above the locked node
+        cache.unlock(lock)
+        assert cache.protected_size == stuck
+    with pytest.raises(fanoutkv.InvariantError, match="lock_ref"):
+        cache.check_invariants()
+
+
 def test_what_is_right_passes() -> None:
     assert not explore(LedgerWorld(requests=2, blocks=3)).fault
     assert run_cell("names-meet")["names_meet"](fanoutkv.hash_block_tokens) is None

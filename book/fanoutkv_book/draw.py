@@ -6,12 +6,12 @@ translucent, so one picture is legible on a light and on a dark page.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from fanoutkv import BlockPool
+from fanoutkv import BlockPool, RadixCache, RadixKey, TreeNode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -173,12 +173,14 @@ def _draw_queue(
     return parts
 
 
-def _legend(states: Sequence[str], y: float) -> list[str]:
-    parts, x = [], float(LEFT)
+def _legend(
+    states: Sequence[str], y: float, fills: Mapping[str, str] = FILLS, x: float = LEFT
+) -> list[str]:
+    parts = []
     for state in states:
         dash = ' stroke-dasharray="3 2"' if state == "free" else ""
         parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="12" height="12" rx="3" fill="{FILLS[state]}" '
+            f'<rect x="{x:g}" y="{y:g}" width="12" height="12" rx="3" fill="{fills[state]}" '
             f'stroke="currentColor" stroke-width=".8"{dash}/>'
         )
         parts.append(_text(x + 17, y + 10, state, 11, text_anchor="start"))
@@ -322,3 +324,89 @@ def draw_layout(block_ids: Sequence[int], block_size: int, parts_of: Mapping[str
     parts.append(_text(LEFT - 12, 88, "blocks", text_anchor="end", font_weight="600"))
     label = ", ".join(f"{name} {tokens} tokens" for name, tokens in parts_of.items())
     return _svg(LEFT + len(block_ids) * block_size * scale + 30, 104, parts, label)
+
+
+_THIN = 'stroke="currentColor" stroke-width="1"'
+NODE_FILLS = {
+    "locked": "rgba(163,92,240,.35)",
+    "evictable leaf": "rgba(58,134,255,.30)",
+    "inner, not locked": "rgba(128,128,128,.18)",
+}
+
+
+def spelled(key: RadixKey) -> str:
+    """Write tokens that are letters as text, and others as numbers."""
+    tokens = key.token_ids.tolist()
+    if all(32 <= token < 127 for token in tokens):
+        return "".join(map(chr, tokens)).replace(" ", "␣")
+    return " ".join(map(str, tokens))
+
+
+def slots_of(node: TreeNode) -> str:
+    """Write the slots of a node, runs of neighbors as a range."""
+    runs: list[list[int]] = []
+    for slot in node.value.tolist():
+        if runs and slot == runs[-1][1] + 1:
+            runs[-1][1] = slot
+        else:
+            runs.append([slot, slot])
+    return ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in runs)
+
+
+def draw_tree(
+    cache: RadixCache,
+    readers: Mapping[str, TreeNode] | None = None,
+    *,
+    wrong: Collection[TreeNode] = (),
+    below: Callable[[TreeNode], str] = slots_of,
+    legend: str = "under a node: its slots, and how many locks hold it",
+) -> Picture:
+    """Draw a tree from its root on the left to its leaves on the right, as it is now.
+
+    Args:
+        cache: a tree of up to about a dozen nodes.
+        readers: by name, the node at which a reader's prefix ends; written beside it.
+        wrong: nodes to outline in red.
+        below: what to write under a node; its slots by default.
+        legend: what that means.
+    """
+    parts: list[str] = [_text(16, 45, "root", 11)]
+    row, widest, shown = 0, 0.0, set()
+    leaves = set(cache.evictable_leaves)
+
+    def place(node: TreeNode, x: float, y: float) -> None:
+        nonlocal row, widest
+        for child in node.children.values():
+            top = 24 + 78 * row
+            names = ", ".join(name for name, end in (readers or {}).items() if end is child)
+            note = below(child) + (f"  ×{child.lock_ref}" if child.lock_ref else "")
+            width = max(44.0, 8.2 * len(spelled(child.key)) + 14, 6.6 * len(note) + 4)
+            state = "locked" if child.lock_ref else "inner, not locked"
+            state = "evictable leaf" if child in leaves else state
+            shown.add(state)
+            left, center, mid = x + 26, x + 26 + width / 2, top + 17
+            stroke = f'stroke="{RED}" stroke-width="2.5"' if child in wrong else _THIN
+            parts.append(
+                f'<path d="M{x:g},{y:g} C{x + 14:g},{y:g} {x:g},{mid:g} {left:g},{mid:g}" '
+                f'fill="none" stroke="currentColor" stroke-opacity=".6"/>'
+                f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="34" rx="6" '
+                f'fill="{NODE_FILLS[state]}" {stroke}/>'
+            )
+            mono = {"font_family": "ui-monospace, monospace"}
+            parts.append(_text(center, top + 22, spelled(child.key), 13, **mono))
+            parts.append(_text(center, top + 48, note, 11))
+            if names:
+                parts.append(_text(center, top - 5, f"{names} ▾", 12, font_weight="600"))
+            widest = max(widest, left + width + 14)
+            if child.children:
+                place(child, left + width, mid)
+            else:
+                row += 1
+
+    place(cache.root, 32, 41)
+    bottom = 26 + 78 * max(1, row)
+    parts += _legend([state for state in NODE_FILLS if state in shown], bottom, NODE_FILLS, 32.0)
+    parts.append(_text(32, bottom + 28, legend, 11, text_anchor="start"))
+    nodes = [f"{spelled(n.key)} ({below(n)}, lock_ref {n.lock_ref})" for n in cache.nodes()]
+    label = f"a tree of {len(nodes)} nodes: {'; '.join(nodes)}"
+    return _svg(max(widest, 430), bottom + 36, parts, label)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -27,26 +28,37 @@ class Arrival:
         return np.repeat(np.array(self.hash_ids, dtype=np.int64), BLOCK)[: self.input_length]
 
 
-def conversation(limit: int) -> tuple[str, list[Arrival]]:
-    """Return where the requests come from, and the first `limit` of them.
+def conversation(limit: int | None = None) -> tuple[str, list[Arrival]]:
+    """Return where the requests come from, and the first `limit` of the conversation trace."""
+    return _load("conversation", limit)
 
-    They are read from `conversation_trace.jsonl` of the Mooncake release (Apache-2.0), in the
-    folder that FANOUTKV_TRACES names, or in `../shared/traces` beside the repository. Where there
-    is none, requests with similar lengths and sharing are made up.
+
+def synthetic(limit: int | None = None) -> tuple[str, list[Arrival]]:
+    """Return where the requests come from, and the first `limit` of the synthetic trace."""
+    return _load("synthetic", limit)
+
+
+def _load(name: str, limit: int | None) -> tuple[str, list[Arrival]]:
+    """Read a trace of the Mooncake release (Apache-2.0), or make requests up.
+
+    The file is looked for in the folder that FANOUTKV_TRACES names, or in `../shared/traces` beside
+    the repository. Where there is none, requests with similar lengths and sharing are made up, up
+    to 4,000 of them.
     """
     beside = Path(__file__).resolve().parents[3] / "shared" / "traces"
-    path = Path(os.environ.get("FANOUTKV_TRACES", beside)) / "conversation_trace.jsonl"
+    path = Path(os.environ.get("FANOUTKV_TRACES", beside)) / f"{name}_trace.jsonl"
     if not path.exists():
-        return "made up, since the trace is not here", made_up(limit)
+        made = made_up(min(limit or 4000, 4000), seed=len(name))
+        return f"made up, since the {name} trace is not here", made
     with path.open() as lines:
-        rows = [json.loads(line) for line, _ in zip(lines, range(limit), strict=False)]
-    return "the conversation trace", [
+        rows = [json.loads(line) for line in islice(lines, limit)]
+    return f"the {name} trace", [
         Arrival(r["timestamp"] / 1000, r["input_length"], r["output_length"], tuple(r["hash_ids"]))
         for r in rows
     ]
 
 
-def made_up(limit: int, seed: int = 0) -> list[Arrival]:
+def made_up(limit: int, seed: int) -> list[Arrival]:
     """Return conversations that come back with more to say, 3.4 requests a second in the mean.
 
     Two in five requests continue an earlier one of the last 300; all share their first block, as
