@@ -71,3 +71,12 @@ def vllm() -> list[ModuleType]:
     core = "vllm.v1.core."
     wanted = ["vllm.utils.hashing", core + "kv_cache_utils", core + "block_pool"]
     return load("vllm", "0.33.0", wanted)
+
+
+def sglang() -> list[ModuleType]:
+    """Return SGLang 0.5.23's base_prefix_cache and radix_cache modules; they need torch."""
+    folder = "sglang.srt.mem_cache."
+    # Real, too, is what a tree runs on its way: its parameters, strategies, events and helpers.
+    helpers = ["evict_policy", "utils", "cache_init_params", "events"]
+    wanted = [folder + name for name in (*helpers, "base_prefix_cache", "radix_cache")]
+    return load("sglang", "0.5.23", wanted)[-2:]

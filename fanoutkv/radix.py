@@ -73,7 +73,8 @@ class RadixKey:
     def __repr__(self) -> str:
         """Show the first tokens."""
         shown = ", ".join(map(str, self.token_ids[:8].tolist())) + ", …" * (len(self) > 8)
-        return f"RadixKey([{shown}], extra_key={self.extra_key!r})"
+        namespace = "" if self.extra_key is None else f", extra_key={self.extra_key!r}"
+        return f"RadixKey([{shown}]{namespace})"
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
@@ -164,7 +165,7 @@ class TreeNode:
 
     def __repr__(self) -> str:
         """Show what the tree knows of the node."""
-        return f"TreeNode({self.key.token_ids.tolist()}, lock_ref={self.lock_ref})"
+        return f"TreeNode({self.key!r}, depth={self.depth}, lock_ref={self.lock_ref})"
 
 
 Strategy = Callable[[TreeNode], Any]

@@ -1,4 +1,4 @@
-"""Small worlds for `explore`: a ledger, forked sequences, a manager with its requests."""
+"""Small worlds for `explore`: a ledger, forked sequences, a manager, a tree with its locks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import permutations
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fanoutkv import (
     BlockPool,
@@ -14,7 +15,11 @@ from fanoutkv import (
     InvariantError,
     KVCacheManager,
     PoolExhaustedError,
+    RadixCache,
+    RadixKey,
     Request,
+    TreeLock,
+    TreeNode,
     prepare_write,
 )
 from fanoutkv_book.explore import Move
@@ -303,3 +308,158 @@ class ManagerWorld:
         ]
         found = sorted((key, name.get(b, -1)) for key, b in pool._block_of.items())
         return repr((len(line), [[name[b] for b in row] for row in rows], blocks, people, found))
+
+
+def _newest_first(node: TreeNode) -> int:
+    """Let the leaf go first that was used last."""
+    return -node.last_access_time
+
+
+class TreeWorld:
+    """A tree over two letters, prefixes of up to `depth` of them, and up to `locks` readers.
+
+    Keys are inserted, matched inside a segment, locked, unlocked and evicted, and the cache is
+    reset. Each slot holds the prefix that was written there, and a slot that is freed is wiped, so
+    a reader whose slots were given away reads it at once. A prefix is a number here: a 1, then its
+    letters as binary digits, so 1 is the empty one, and 5 is (0, 1).
+
+    Letters are only compared, so two branches may change names below any prefix. States that
+    differ in no more than that count as one, and of two unknown branches the first is tried for
+    both. An eviction matches the leaf that is to go and takes the newest leaf: so from every state
+    each evictable leaf is evicted, in every order, whatever its recency was.
+
+    What is then searched: all trees, with all the ways in which matches may have cut their
+    segments, each with all choices of locks. Those are 171 states for depth 2 and 2 locks, 396
+    for 2 and 3, 6,396 for 3 and 2, 22,212 for 3 and 3, and 26,565 for 4 without locks.
+    """
+
+    def __init__(
+        self, cache_class: type[RadixCache] = RadixCache, *, depth: int = 3, locks: int = 2
+    ) -> None:
+        """Begin with an empty tree, and slots for a full one and one more key."""
+        self.cache = cache_class(free=self.wipe, strategy=_newest_first)
+        self.depth, self.max_locks = depth, locks
+        self.places = np.full(2 ** (depth + 1) - 2 + depth, -1)
+        self.free = list(range(len(self.places)))
+        self.locks: list[tuple[TreeLock, int]] = []
+
+    def wipe(self, slots: ArrayLike) -> None:
+        """Take slots back, and forget what was in them."""
+        self.free += np.asarray(slots).tolist()
+        self.places[np.asarray(slots)] = -1
+
+    def walk(self) -> Iterator[tuple[int, TreeNode]]:
+        """Yield each prefix at which a node ends, and the node; the root first."""
+        waiting = [(1, self.cache.root)]
+        while waiting:
+            prefix, node = waiting.pop()
+            yield prefix, node
+            for child in node.children.values():
+                waiting.append((_prefixes(child.key, prefix)[-1], child))
+
+    def moves(self) -> Iterator[Move]:
+        """Yield every step, of steps that are alike one."""
+        found = dict(self.walk())
+        inside = {p >> i for p, node in found.items() for i in range(1, len(node.value))}
+        for prefix in sorted(inside):
+            yield f"{_shown(prefix)} is matched", lambda w, p=prefix: w.match(p)
+            yield f"{_shown(prefix)} is inserted", lambda w, p=prefix: w.insert(p)
+        known = found.keys() | inside
+        for prefix in sorted(known):
+            branches = [b for b in (2 * prefix, 2 * prefix + 1) if b not in known]
+            for depth in range(prefix.bit_length(), self.depth + 1) if branches else ():
+                key = branches[0] << (depth - prefix.bit_length())
+                yield f"{_shown(key)} is inserted", lambda w, p=key: w.insert(p)
+        if len(self.locks) < self.max_locks:
+            for prefix in sorted(known):
+                yield f"{_shown(prefix)} is locked", lambda w, p=prefix: w.lock(p)
+        for i, (_, prefix) in enumerate(self.locks):
+            if prefix not in (other for _, other in self.locks[:i]):
+                yield f"a lock of {_shown(prefix)} ends", lambda w, i=i: w.unlock(i)
+        for prefix, node in found.items():
+            if node in self.cache.evictable_leaves:
+                yield f"{_shown(prefix)} is evicted", lambda w, p=prefix: w.evict(p)
+        yield "all is evicted that can be", lambda w: w.evict_all()
+        if not self.locks:
+            yield "the cache is reset", lambda w: w.cache.reset()
+
+    def key(self, prefix: int) -> RadixKey:
+        """Return the letters of a prefix, as the kind of key that this cache uses itself."""
+        return type(self.cache.root.key)([int(letter) for letter in f"{prefix:b}"[1:]])
+
+    def match(self, prefix: int) -> TreeNode:
+        """Look up a prefix that is known."""
+        found = self.cache.match_prefix(self.key(prefix))
+        self._expect("the length found", found.length, prefix.bit_length() - 1)
+        return found.node
+
+    def insert(self, prefix: int) -> None:
+        """Compute a prefix, write it into new slots, and give back what the tree had already."""
+        written = _prefixes(self.key(prefix), 1)
+        slots, self.free = np.array(self.free[: len(written)]), self.free[len(written) :]
+        self.places[slots] = written
+        self.wipe(slots[: self.cache.insert(self.key(prefix), slots)])
+
+    def lock(self, prefix: int) -> None:
+        """Become a reader of a prefix that is known."""
+        self.locks.append((self.cache.lock(self.match(prefix)), prefix))
+
+    def unlock(self, i: int) -> None:
+        """Let reader i go."""
+        self.cache.unlock(self.locks.pop(i)[0])
+
+    def evict(self, prefix: int) -> None:
+        """Evict the leaf that ends with a prefix, and no other."""
+        size = len(self.match(prefix).value)
+        self._expect("the tokens evicted", self.cache.evict(1), size)
+        self._expect("the leaf is known", prefix in dict(self.walk()), False)
+
+    def evict_all(self) -> None:
+        """Evict all that is evictable, and no more."""
+        size = self.cache.evictable_size
+        self._expect("the tokens evicted", self.cache.evict(len(self.places)), size)
+
+    def _expect(self, what: str, seen: int, expected: int) -> None:
+        if seen != expected:
+            raise InvariantError(f"{what}: {seen}, and {expected} would be right")
+
+    def check(self) -> None:
+        """Prove the tree's laws, and that every reader and every node reads its own prefix."""
+        self.cache.check_invariants(range(len(self.places)), self.free)
+        readers = [(lock.node, prefix) for lock, prefix in self.locks]
+        for node, prefix in [*readers, *((node, prefix) for prefix, node in self.walk())]:
+            read = self.places[self.cache.path_indices(node)].tolist()
+            if read != _prefixes(self.key(prefix), 1):
+                raise InvariantError(f"who wants {_shown(prefix)} reads the prefixes {read}")
+
+    def canonical(self) -> Hashable:
+        """Describe the state: neither slots nor times, nor which branch is called 0."""
+        cache, readers = self.cache, [id(lock.node) for lock, _ in self.locks]
+        waiting = {id(node) for node in cache.evictable_leaves}
+
+        def described(node: TreeNode, prefix: int) -> tuple[Any, ...]:
+            spelled = _prefixes(node.key, prefix)
+            # As above: no false state may pass for a true one.
+            facts = (
+                len(spelled),
+                readers.count(id(node)),
+                node.lock_ref,
+                id(node) in waiting,
+                self.places[node.value].tolist() == spelled,
+                node._tree is cache._tree,
+            )
+            end = spelled[-1] if spelled else prefix
+            return *facts, *sorted(described(child, end) for child in node.children.values())
+
+        sizes = cache.evictable_size, cache.protected_size, len(self.free), len(readers)
+        return sizes, described(cache.root, 1)
+
+
+def _prefixes(key: RadixKey, above: int) -> list[int]:
+    """Return what stands in each slot of a segment that begins behind the prefix `above`."""
+    return [above := 2 * above + letter for letter in key.token_ids.tolist()]
+
+
+def _shown(prefix: int) -> str:
+    """Return a prefix as a reader writes it."""
+    return repr(f"{prefix:b}"[1:])
