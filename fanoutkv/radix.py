@@ -56,6 +56,8 @@ class RadixKey:
             hash(extra_key)
         except TypeError as error:
             raise BadArgumentError(f"an extra key is hashable, as a tuple is: {error}") from error
+        if extra_key != extra_key:  # NaN: it would never be found again
+            raise BadArgumentError(f"an extra key is equal to itself, not {extra_key!r}")
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -94,8 +96,6 @@ class RadixKey:
                 f"keys of different namespaces, {self.extra_key!r} and {other.extra_key!r}, have "
                 "nothing in common that could be counted"
             )
-        if other.data.startswith(self.data, 4 * start):
-            return len(self)
         mine, theirs = self.token_ids, other.token_ids[start:]
         end, begin, size = min(len(mine), len(theirs)), 0, 64
         while begin < end:  # in windows that double, so that an early difference is cheap
@@ -162,6 +162,12 @@ class TreeNode:
         self.history_len = self.depth
         self._ticket = 0  # its place among the evictable leaves; 0 if it is none
         self._tree: object = None  # the generation of the tree that it stands in; None if evicted
+
+    def inherit(self, lower: TreeNode) -> None:
+        """Take over what is known of a node whose upper part this one is to be."""
+        self.lock_ref, self.hit_count, self._tree = lower.lock_ref, lower.hit_count, lower._tree
+        self.last_access_time, self.creation_time = lower.last_access_time, lower.creation_time
+        self.priority, self.history_len = lower.priority, lower.history_len
 
     def __repr__(self) -> str:
         """Show what the tree knows of the node."""
@@ -298,8 +304,8 @@ class RadixCache:
             raise BadArgumentError(f"a page has 1 or more tokens, not {page_size!r}")
         if isinstance(strategy, type):
             raise BadArgumentError(f"a strategy is an object: {strategy.__name__}(), not its class")
-        self.page_size = page_size
-        self._page_bytes = 4 * page_size
+        self.page_size = int(page_size)
+        self._page_bytes = 4 * self.page_size
         self._free = free
         self._strategy = strategy or LRUStrategy()
         self._clock = self._epoch = 0
@@ -372,11 +378,10 @@ class RadixCache:
             child = node.children.get(name if namespace is None else (namespace, name))
             if child is None:
                 break
-            node, size = child, len(child.value)
-            matched = child.key.match(key, depth)
-            if matched < size:
-                return node, matched // self.page_size * self.page_size
-            depth += size
+            node = child
+            if not data.startswith(child.key.data, 4 * depth):
+                return node, child.key.match(key, depth) // self.page_size * self.page_size
+            depth = child.depth
         return node, len(node.value)
 
     def _split(self, child: TreeNode, at: int) -> TreeNode:
@@ -389,10 +394,7 @@ class RadixCache:
         """
         assert child.parent is not None  # only the root has none, and it has nothing to split
         upper = TreeNode(child.key[:at], child.value[:at].copy(), child.parent)
-        upper.lock_ref, upper.hit_count = child.lock_ref, child.hit_count
-        upper.last_access_time, upper.creation_time = child.last_access_time, child.creation_time
-        upper.priority, upper.history_len = child.priority, child.history_len
-        upper._tree = child._tree
+        upper.inherit(child)
         child.parent.children[self._name(child.key)] = upper
         child.key, child.value, child.parent = child.key[at:], child.value[at:].copy(), upper
         upper.children[self._name(child.key)] = child
@@ -414,12 +416,14 @@ class RadixCache:
             page, if it is not full.
 
         Raises:
-            BadArgumentError: `value` is not one slot a token, or new slots are no pages, negative,
-                named twice, or in the tree already. Nothing has changed.
+            BadArgumentError: `value` is not one slot a token; new slots are no pages, negative,
+                named twice, or in the tree already; the priority is no integer.
 
         SGLang 0.5.23: `RadixCache.insert`.
         """
         node, inside = self._walk(key)
+        if not is_whole(priority):
+            raise BadArgumentError(f"a priority is an integer, not {priority!r}")
         known = node.depth - len(node.value) + inside
         end = len(key) // self.page_size * self.page_size
         slots = self._take(value, len(key), known, end)
@@ -434,7 +438,10 @@ class RadixCache:
 
     def _take(self, value: ArrayLike, length: int, start: int, end: int) -> NDArray[np.int32]:
         """Become the owner of the slots `value[start:end]`, and return them; or refuse."""
-        slots = np.asarray(value)
+        try:
+            slots = np.asarray(value)
+        except ValueError as error:
+            raise BadArgumentError(f"slots are a flat array: {error}") from error
         if slots.shape != (length,) or (length and slots.dtype.kind not in "iu"):
             raise BadArgumentError(
                 f"a key of {length} tokens needs a flat array of {length} slot indices, not "
@@ -443,18 +450,18 @@ class RadixCache:
         if start == end:
             return np.zeros(0, dtype=np.int32)
         slots, page = slots[start:end], self.page_size
-        pages = slots
-        if page > 1:
-            pages = slots[::page] // page
-            if (slots.reshape(-1, page) != page * pages[:, None] + np.arange(page)).any():
-                raise BadArgumentError(f"a page is {page} slots in a row, from a multiple of that")
+        pages = slots[::page].astype(np.intp) // page  # NumPy indexes fastest by this type
+        in_a_row = page * pages[:, None] + np.arange(page)
+        if page > 1 and np.count_nonzero(slots.reshape(-1, page) != in_a_row):
+            raise BadArgumentError(f"a page is {page} slots in a row, from a multiple of that")
         ordered = np.sort(pages)
         last = ordered.item(-1)
         if ordered.item(0) < 0 or last >= 2**31 // page:
             raise BadArgumentError("a slot index is 0 or more, and fits into 32 bits")
         if last >= len(self._in_tree):
-            more = np.zeros(2 * last + 1 - len(self._in_tree), dtype=bool)
-            self._in_tree = np.concatenate([self._in_tree, more])
+            flags = np.zeros(2 * last + 1, dtype=bool)  # memory that is not written costs nothing
+            flags[: len(self._in_tree)] = self._in_tree
+            self._in_tree = flags
         if np.count_nonzero(self._in_tree[pages]) or np.count_nonzero(ordered[1:] == ordered[:-1]):
             raise BadArgumentError(
                 "a page has one owner and one place: some of these slots are in the tree already, "
@@ -608,7 +615,7 @@ class RadixCache:
 
     def _give_back(self, slots: NDArray[np.int32]) -> None:
         """Stop owning slots, and hand them on."""
-        self._in_tree[slots[:: self.page_size] // self.page_size] = False
+        self._in_tree[slots[:: self.page_size].astype(np.intp) // self.page_size] = False
         if self._free is not None:
             self._free(slots)
 
@@ -623,11 +630,11 @@ class RadixCache:
                 f"{len(self._locks)} locks are held, and their readers would lose what they read: "
                 "unlock first"
             )
-        slots = [node.value for node in self.nodes()]
-        if slots:
-            self._give_back(np.concatenate(slots))
+        slots = np.concatenate([self.root.value, *(node.value for node in self.nodes())])
         self._epoch += 1
         self._plant()
+        if self._free is not None and len(slots):
+            self._free(slots)
 
     def check_invariants(self, pool: ArrayLike | None = None, outside: ArrayLike = ()) -> None:
         """Prove the laws of the tree, in O(its nodes, tokens and locked paths).
@@ -649,6 +656,7 @@ class RadixCache:
             ),
             "a segment has whole pages, one or more, and a slot for each token": lambda node, _: (
                 len(node.key) == len(node.value) > 0 == len(node.value) % page
+                and node.value.dtype == np.int32
             ),
             "depths add up": lambda node, parent: node.depth == parent.depth + len(node.value),
             "a namespace ends only at the root": lambda node, parent: (
@@ -684,7 +692,19 @@ class RadixCache:
         protected = sum(len(node.value) for node in nodes if node.lock_ref)
         slots = np.concatenate([self.root.value, *(node.value for node in nodes)])
         pages = np.sort(slots[:: self.page_size]) // self.page_size
+        rows = slots.reshape(-1, self.page_size)
+        root = self.root
         laws = {
+            "the root is in the tree, has no lock, and never leaves": (
+                root._tree is self._tree and not root.lock_ref and not root._ticket
+            ),
+            "whoever has a lock reads a node of this tree": all(
+                lock.node is root or lock.node in set(nodes) for lock in self._locks
+            ),
+            "a page is slots in a row, from a multiple of its size": bool(
+                (rows == np.arange(self.page_size) + rows[:, :1]).all()
+                and not (rows[:, 0] % self.page_size).any()
+            ),
             "the protected size is that of the locked nodes": self.protected_size == protected,
             "the evictable size is that of the others": self.total_size == len(slots),
             "the evictable leaves are counted, and in the tree": (
