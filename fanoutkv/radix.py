@@ -35,7 +35,8 @@ class RadixKey:
     Args:
         token_ids: [n], a list or array of integers that fit into 32 bits.
         extra_key: all else that changes K/V (adapter, salt): any hashable value, best a tuple of
-            (tag, value) pairs. Equal tokens under different extra keys never share a node.
+            (tag, value) pairs. Equal tokens under different extra keys never share a node. (To
+            Python 1, True and 1.0 are equal; texts are safer.)
 
     Raises:
         BadArgumentError: something that is no flat sequence of such integers, or an extra key
@@ -65,9 +66,9 @@ class RadixKey:
 
     def __getitem__(self, tokens: slice) -> RadixKey:
         """Return a part of the key, as a copy; `tokens` is a slice without a step."""
-        start, stop, step = tokens.indices(len(self))
-        if step != 1:
-            raise BadArgumentError("a part of a key is a slice without a step")
+        if not isinstance(tokens, slice) or tokens.step not in (None, 1):
+            raise BadArgumentError(f"a part of a key is a slice without a step, not {tokens!r}")
+        start, stop, _ = tokens.indices(len(self))
         part = RadixKey.__new__(RadixKey)
         part.data, part.extra_key = self.data[4 * start : 4 * stop], self.extra_key
         return part
@@ -209,9 +210,10 @@ class EvictableLeaves:
 
     def add(self, node: TreeNode) -> None:
         """Let a leaf join; one that is there already gets the place that it deserves now."""
+        value = self._strategy(node)
         self._num_leaves += not node._ticket
         node._ticket = self._last_ticket = self._last_ticket + 1
-        heapq.heappush(self._heap, (self._strategy(node), node._ticket, node))
+        heapq.heappush(self._heap, (value, node._ticket, node))
         if len(self._heap) > 2 * self._num_leaves + 64:  # the rest are old tickets
             self._heap = [entry for entry in self._heap if entry[1] == entry[2]._ticket]
             heapq.heapify(self._heap)
@@ -255,7 +257,9 @@ class MatchResult:
         Raises:
             StaleIndexError: nobody has locked the node, and `evict` was called since the match.
         """
-        if self.length and self._epoch != self._cache._epoch and not self.node.lock_ref:
+        if not self.length:
+            return np.zeros(0, dtype=np.int32)
+        if self._epoch != self._cache._epoch and not self.node.lock_ref:
             raise StaleIndexError(
                 f"memory was taken since these {self.length} tokens were matched, and nobody had "
                 "locked them: match again, lock the node, then read"
@@ -263,7 +267,7 @@ class MatchResult:
         return self._cache.path_indices(self.node)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class TreeLock:
     """The receipt of a lock: whoever has it reads the path from the root to `node`.
 
@@ -280,7 +284,8 @@ class RadixCache:
         page_size: tokens a page; prefixes are known in whole pages.
         free: called with the slots that leave the tree, int32[n].
         strategy: a function of a `TreeNode`; the leaf with the lowest value is evicted first.
-            Its value may change only when the node is used, split, or becomes a leaf.
+            Its value may change only when the node is used, split, or becomes a leaf; values are
+            compared with each other, and the function must not raise.
 
     Attributes:
         root: the node of the empty prefix; it has no slots and is never evicted.
@@ -304,10 +309,12 @@ class RadixCache:
             raise BadArgumentError(f"a page has 1 or more tokens, not {page_size!r}")
         if isinstance(strategy, type):
             raise BadArgumentError(f"a strategy is an object: {strategy.__name__}(), not its class")
+        if not all(function is None or callable(function) for function in (free, strategy)):
+            raise BadArgumentError(f"free and strategy are functions, not {free!r}, {strategy!r}")
         self.page_size = int(page_size)
         self._page_bytes = 4 * self.page_size
         self._free = free
-        self._strategy = strategy or LRUStrategy()
+        self._strategy = LRUStrategy() if strategy is None else strategy
         self._clock = self._epoch = 0
         self._plant()
 
@@ -458,11 +465,12 @@ class RadixCache:
         last = ordered.item(-1)
         if ordered.item(0) < 0 or last >= 2**31 // page:
             raise BadArgumentError("a slot index is 0 or more, and fits into 32 bits")
-        if last >= len(self._in_tree):
-            flags = np.zeros(2 * last + 1, dtype=bool)  # memory that is not written costs nothing
-            flags[: len(self._in_tree)] = self._in_tree
+        twice = np.count_nonzero(ordered[1:] == ordered[:-1])
+        if last >= len(self._in_tree) and not twice:
+            flags = np.zeros(max(last + 1, 2 * len(self._in_tree)), dtype=bool)
+            flags[: len(self._in_tree)] = self._in_tree  # the rest is not written: it costs nothing
             self._in_tree = flags
-        if np.count_nonzero(self._in_tree[pages]) or np.count_nonzero(ordered[1:] == ordered[:-1]):
+        if twice or np.count_nonzero(self._in_tree[pages]):
             raise BadArgumentError(
                 "a page has one owner and one place: some of these slots are in the tree already, "
                 "or named twice"
@@ -693,13 +701,13 @@ class RadixCache:
         slots = np.concatenate([self.root.value, *(node.value for node in nodes)])
         pages = np.sort(slots[:: self.page_size]) // self.page_size
         rows = slots.reshape(-1, self.page_size)
-        root = self.root
+        root, known = self.root, {self.root, *nodes}
         laws = {
             "the root is in the tree, has no lock, and never leaves": (
                 root._tree is self._tree and not root.lock_ref and not root._ticket
             ),
             "whoever has a lock reads a node of this tree": all(
-                lock.node is root or lock.node in set(nodes) for lock in self._locks
+                lock.node in known for lock in self._locks
             ),
             "a page is slots in a row, from a multiple of its size": bool(
                 (rows == np.arange(self.page_size) + rows[:, :1]).all()

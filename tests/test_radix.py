@@ -362,7 +362,6 @@ def test_a_namespace_must_be_equal_to_itself() -> None:
         RadixKey([1], float("nan"))
 
 
-@pytest.mark.xfail(reason="the page size does not fit into the type of the slots")
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
 def test_a_page_may_be_longer_than_the_type_of_its_slots_counts(dtype: Any) -> None:
     page = int(np.iinfo(dtype).max) + 1
@@ -847,6 +846,14 @@ def down(value: int) -> int:
     return value - 1
 
 
+def move_to_another_namespace(tree: Tree) -> None:
+    node = leaf_of(tree)
+    assert node.parent is not None
+    del node.parent.children[tree._name(node.key)]
+    node.key = RadixKey(node.key.token_ids, "y")
+    node.parent.children[tree._name(node.key)] = node
+
+
 CORRUPTIONS = {
     "lock_ref too high": set_to("lock_ref", up),
     "lock_ref too low": set_above("lock_ref", down),
@@ -863,13 +870,15 @@ CORRUPTIONS = {
     "dearer than its parent": set_to("priority", lambda value: value + 9),
     "another segment": set_to("key", lambda key: RadixKey([7, 7], key.extra_key)),
     "another namespace": set_to("key", lambda key: RadixKey(key.token_ids, "y")),
+    "another namespace, and filed so": move_to_another_namespace,
     "a segment of less than a page": set_to("key", lambda key: key[:1]),
     "fewer slots than tokens": set_to("value", lambda value: value[:1]),
     "no segment": set_to("value", lambda value: value[:0]),
     "other slots": set_to("value", lambda value: value + 60),
     "slots of another": set_to("value", lambda value: value - 2),
     "slots backwards": set_to("value", lambda value: value[::-1]),
-    "a page with a foreign slot": set_to("value", lambda value: value + np.array([0, 40])),
+    "a page with a foreign slot": set_to("value", lambda value: value + np.int32([0, 40])),
+    "a page that begins too late": set_to("value", lambda value: value + np.int32(1)),
     "slots of another type": set_to("value", lambda value: value.astype(np.int64)),
     "an orphan": set_to("parent", lambda _: None),
     "somebody else's child": set_to("parent", lambda parent: parent.parent),

@@ -13,7 +13,8 @@ stand wherever a node ends, or at the root, and several may stand there together
   more. They are all 2,278 trees with all choices of three prefixes, known by a node or not;
 - from each of these the end of the first lock, and of the last;
 - from all 26,565, without locks, the eviction of each leaf as the first;
-- all 2,278, with up to one lock, when all is evicted that can be.
+- all 2,278, with up to one lock, when all is evicted that can be; and with a lock at a leaf, when
+  each prefix is matched, so that all segments under the lock are cut.
 
 Left out at depth 4 are three locks together with a cut at which nobody stands any more. At depth 3
 `explore` covers that as well, with every history: 22,212 states.
@@ -178,6 +179,24 @@ def evict_around(shape: Shape, some: tuple[int, ...]) -> None:
     assert sorted(wood.free) == list(range(100))
 
 
+def cut_under_a_reader(shape: Shape) -> None:
+    """Lock a leaf, then match every known prefix of the tree, so that all its path is cut."""
+    for reader in Wood(shape).leaves:
+        wood = Wood(shape)
+        lock = wood.cache.lock(wood.cache.match_prefix(RadixKey(reader)).node)
+        slots = wood.cache.path_indices(lock.node).tolist()
+        for prefix in {leaf[:i] for leaf in wood.leaves for i in range(1, len(leaf))}:
+            found = wood.cache.match_prefix(RadixKey(prefix))
+            assert found.length == len(prefix)
+            assert found.node.lock_ref == (prefix == reader[: len(prefix)])
+        assert wood.cache.path_indices(lock.node).tolist() == slots
+        assert wood.cache.protected_size == len(reader)
+        assert wood.cache.evict(99) == wood.total - len(reader)
+        assert sorted(slots + wood.free) == list(range(100))
+        wood.cache.unlock(lock)
+        assert wood.cache.evict(99) == len(reader)
+
+
 def is_uncut(shape: Shape) -> bool:
     """Whether nodes end only where a branch or a leaf wants it."""
     return not any(end and len(below) == 1 for prefix, (end, below) in prefixes(shape) if prefix)
@@ -227,6 +246,11 @@ def test_what_a_reader_holds_is_what_stays() -> None:
         nodes = sum(end for _, (end, _) in prefixes(shape))
         for some in [(), *((i,) for i in range(nodes))]:
             evict_around(shape, some)
+
+
+def test_all_trees_may_be_cut_under_a_reader() -> None:
+    for shape in filter(is_uncut, trees(DEPTH)):
+        cut_under_a_reader(shape)
 
 
 @pytest.mark.parametrize(("depth", "locks", "states"), [(2, 3, 396), (3, 3, 22_212)])
