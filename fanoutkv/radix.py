@@ -320,7 +320,7 @@ class RadixCache:
 
     def _plant(self) -> None:
         """Begin a new, empty tree; nothing that belonged to an old one is good any more."""
-        self.root = TreeNode(RadixKey([]), np.zeros(0, dtype=np.int32), None)
+        self.root = self._new_node(RadixKey([]), np.zeros(0, dtype=np.int32), None)
         self.root._tree = self._tree = object()
         self.evictable_size = self.protected_size = 0
         self._locks: set[TreeLock] = set()
@@ -339,6 +339,12 @@ class RadixCache:
             node = waiting.pop()
             yield node
             waiting += node.children.values()
+
+    def _new_node(
+        self, key: RadixKey, value: NDArray[np.int32], parent: TreeNode | None
+    ) -> TreeNode:
+        """Make a node; a tree that knows more of its nodes makes others."""
+        return TreeNode(key, value, parent)
 
     def _path(self, node: TreeNode) -> Iterator[TreeNode]:
         """Yield the nodes from here up to the root, without the root."""
@@ -400,7 +406,7 @@ class RadixCache:
         SGLang 0.5.23: `RadixCache._split_node`.
         """
         assert child.parent is not None  # only the root has none, and it has nothing to split
-        upper = TreeNode(child.key[:at], child.value[:at].copy(), child.parent)
+        upper = self._new_node(child.key[:at], child.value[:at].copy(), child.parent)
         upper.inherit(child)
         child.parent.children[self._name(child.key)] = upper
         child.key, child.value, child.parent = child.key[at:], child.value[at:].copy(), upper
@@ -434,14 +440,21 @@ class RadixCache:
         known = node.depth - len(node.value) + inside
         end = len(key) // self.page_size * self.page_size
         slots = self._take(value, len(key), known, end)
+        node = self._extend(node, inside, key[known:end], slots, priority)
+        self._refresh(node, hits=0)
+        return known
+
+    def _extend(
+        self, node: TreeNode, inside: int, key: RadixKey, slots: NDArray[np.int32], priority: int
+    ) -> TreeNode:
+        """Let the way that ends `inside` tokens into a node go on with a key; return its end."""
         if inside < len(node.value):
             node = self._split(node, inside)
         self._clock += 1
-        if known < end:
-            node = self._grow(node, key[known:end], slots, priority)
+        if len(slots):
+            node = self._grow(node, key, slots, priority)
         node.priority = max(node.priority, priority)
-        self._refresh(node, hits=0)
-        return known
+        return node
 
     def _take(self, value: ArrayLike, length: int, start: int, end: int) -> NDArray[np.int32]:
         """Become the owner of the slots `value[start:end]`, and return them; or refuse."""
@@ -482,7 +495,7 @@ class RadixCache:
         self, parent: TreeNode, key: RadixKey, slots: NDArray[np.int32], priority: int
     ) -> TreeNode:
         """Put a new leaf under a node, and return it."""
-        leaf = TreeNode(key, slots, parent)
+        leaf = self._new_node(key, slots, parent)
         leaf._tree, leaf.priority = self._tree, priority
         leaf.creation_time = self._clock
         parent.children[self._name(key)] = leaf
